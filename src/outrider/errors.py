@@ -1,0 +1,51 @@
+"""Every error a user can cause, in one tree.
+
+    OutriderError
+    ├── UserError                 what was given cannot be used; the CLI exits with 2
+    │   ├── ModelError            unknown, missing or unsupported model
+    │   ├── TokenizerMismatch     drafts and target do not share a vocabulary
+    │   ├── PromptError           empty prompt, prompt beyond the context, ids out of range
+    │   ├── SamplingError         a sampling parameter out of its range
+    │   └── ConfigError           unknown key or value in a configuration
+    ├── MissingDependency         an optional package is not installed
+    └── KVFull                    no free KV page; the scheduler answers it by preemption
+
+Each message names what was given and what was expected. A broken invariant is an
+``AssertionError``, never one of these.
+"""
+
+
+class OutriderError(Exception):
+    """Base of everything outrider raises on purpose."""
+
+
+class UserError(OutriderError, ValueError):
+    """What the user gave cannot be used."""
+
+
+class ModelError(UserError):
+    """The model is unknown, missing or cannot be run exactly."""
+
+
+class TokenizerMismatch(UserError):
+    """A source of drafts and the target do not share a vocabulary."""
+
+
+class PromptError(UserError):
+    """The prompt is empty, beyond the context, or holds ids outside the vocabulary."""
+
+
+class SamplingError(UserError):
+    """A sampling parameter is out of its range."""
+
+
+class ConfigError(UserError):
+    """A configuration holds an unknown key or an impossible value."""
+
+
+class MissingDependency(OutriderError, ImportError):
+    """An optional package is not installed; the message holds the command that installs it."""
+
+
+class KVFull(OutriderError):
+    """The KV arena has no free page for the tokens asked for."""
