@@ -1,0 +1,108 @@
+"""`outrider demo`: a handful of real prompts, plain next to speculative."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.options import ModelOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.cli.comparison import Comparison
+    from outrider.cli.console import Colours
+    from outrider.llm import LLM
+
+DEMO_MAX_TOKENS = 200
+BAR_WIDTH = 40  # characters of the faster bar
+
+
+def demo(
+    model: ModelOptions,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = DEMO_MAX_TOKENS,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are shown.")] = 3,
+) -> None:
+    """Five prompts of different kinds: the answers, who drafted each token, and the speed-up."""
+    from outrider.cli.answers import Dialogue
+    from outrider.cli.compare import plain_twin
+    from outrider.cli.comparison import compare_prompt
+    from outrider.cli.console import Colours, output
+    from outrider.cli.demo_prompts import DEMO_PROMPTS
+    from outrider.sampling_params import SamplingParams
+
+    console, colours = output(), Colours()
+    started = perf_counter()
+    llm = model.load()
+    plain = plain_twin(llm)
+    _introduce(console, llm, perf_counter() - started)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    raw = not llm.tokenizer.has_chat_template
+    results = []
+    for number, record in enumerate(DEMO_PROMPTS, 1):
+        console.print()
+        console.rule(f"{number}  {record.label}", align="left", style="dim")
+        console.print(_question(record.text), style="dim")
+        prompt = Dialogue(record, raw).ask(0)
+        with console.status("decoding plainly and speculatively, in turns …"):
+            result = compare_prompt(plain, llm, prompt, params, rounds, record.label)
+        _show(console, result, colours)
+        results.append(result)
+    _conclude(console, results, colours)
+
+
+def _introduce(console: "Console", llm: "LLM", seconds: float) -> None:
+    import platform
+
+    console.print(
+        f"outrider · {llm.target.name} · {str(llm.target.dtype).removeprefix('torch.')}"
+        f" · {platform.machine()}, ready in {seconds:.1f} s",
+        style="bold",
+    )
+    console.print(
+        "Each prompt is answered twice by the same model: plainly, one token per forward, and\n"
+        "speculatively, where several drafted tokens are checked in one forward. Only tokens the\n"
+        "model itself would have written are kept, so the text must be the same."
+    )
+
+
+def _question(text: str, head: int = 3, width: int = 96) -> str:
+    """The first lines of a prompt, and how much follows."""
+    lines = [line[:width] + ("…" if len(line) > width else "") for line in text.splitlines()]
+    lines = [line for line in lines if line.strip()]
+    rest = len(lines) - head
+    return "\n".join(lines[:head]) + (f"\n… {rest} more lines" if rest > 0 else "")
+
+
+def _show(console: "Console", result: "Comparison", colours: "Colours") -> None:
+    console.print(colours.paint(result.spans))
+    console.print()
+    console.print(colours.legend(result.speculative.token_sources))
+    if result.plain.rate is None or result.speculative.rate is None:
+        console.print("The answer is too short to time.")
+        return
+    fastest = max(result.plain.rate, result.speculative.rate)
+    for name, rate, style in (
+        ("plain      ", result.plain.rate, "dim"),
+        ("speculative", result.speculative.rate, "bold"),
+    ):
+        bar = "━" * max(1, round(BAR_WIDTH * rate / fastest))
+        console.print(f"{name} {bar} {rate:.0f} tokens/s", style=style)
+    same = "✓ same text" if result.same_text else "✗ the texts differ"
+    console.print(f"{result.speedup:.1f}× faster · {same}", style="bold")
+
+
+def _conclude(console: "Console", results: Sequence["Comparison"], colours: "Colours") -> None:
+    from outrider.cli.compare import overview
+
+    console.print()
+    console.print(overview(results))
+    sources = [source for result in results for source in result.speculative.token_sources]
+    console.print(colours.legend(sources))
+    console.print(
+        "\nGo on:  outrider chat\n"
+        '        outrider generate "Write a haiku about the sea"\n'
+        "        outrider compare --help",
+        style="dim",
+    )
