@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from outrider.results import (
     RequestOutput,
     SourceMetrics,
     SpeculativeMetrics,
+    StreamChunk,
 )
 from outrider.sampling_params import SamplingParams
 
@@ -41,15 +41,6 @@ class FakeTokenizer:
 
     def detokenizer(self) -> Any:
         return SimpleNamespace(push=lambda token_id: WORDS[token_id])
-
-
-@dataclass
-class FakeChunk:
-    text: str
-    token_ids: list[int]
-    token_sources: list[str]
-    finish_reason: str | None = None
-    metrics: RequestMetrics | None = None
 
 
 class FakeLLM:
@@ -71,12 +62,13 @@ class FakeLLM:
         self.asked += conversations
         return [self._output(messages[-1]["content"], params) for messages in conversations]
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[FakeChunk]:
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[StreamChunk]:
         self.asked.append(prompt)
         try:
-            yield FakeChunk("Hello", [1], ["target"])
-            yield FakeChunk(" big world", [2, 3], ["echo", "echo"])
-            yield FakeChunk("!", [4], ["target"], "stop", self._metrics())
+            yield StreamChunk("0", 0, "Hello", [1], ["target"])
+            yield StreamChunk("0", 0, " big world", [2, 3], ["echo", "echo"])
+            result = RequestOutput("0", None, [5], [], True, self._metrics())
+            yield StreamChunk("0", 0, "!", [4], ["target"], "stop", result=result)
         finally:
             self.closed += 1
 
@@ -245,7 +237,7 @@ def test_chat_goes_on_after_a_turn_that_cannot_be_answered(
 ) -> None:
     real = fake.stream
 
-    def stream(prompt: Any, params: SamplingParams) -> Iterator[FakeChunk]:
+    def stream(prompt: Any, params: SamplingParams) -> Iterator[StreamChunk]:
         if prompt[-1]["content"] == "long":
             raise PromptError("the prompt has 9000 tokens, at most 8192 fit")
         return real(prompt, params)
@@ -264,7 +256,7 @@ def test_chat_stops_an_answer_and_keeps_what_was_said(
 
     real = fake.stream
 
-    def stream(prompt: Any, params: SamplingParams) -> Iterator[FakeChunk]:
+    def stream(prompt: Any, params: SamplingParams) -> Iterator[StreamChunk]:
         for chunk in real(prompt, params):
             os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C while the first chunk is decoded
             yield chunk

@@ -62,7 +62,8 @@ def stream_answer(
             answer.text += chunk.text
             answer.token_sources += chunk.token_sources
             answer.finish_reason = chunk.finish_reason
-            answer.metrics = chunk.metrics or answer.metrics
+            if chunk.result is not None:
+                answer.metrics = chunk.result.metrics
             writer.write(chunk.text, chunk.token_ids, chunk.token_sources)
             if stopped():
                 break
