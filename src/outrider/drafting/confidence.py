@@ -1,0 +1,112 @@
+"""How likely a looked-up token is to be accepted, learnt from what became of earlier ones.
+
+A draft token falls into a cell by where it was found (the request's own text or another), by
+the length of the match before it and by the evidence there. Each cell keeps a running average;
+each request has a factor on the failure rate, because an edit repeats its prompt where a chat
+does not: without it the expected number of accepted tokens was 31 % too low on edits and 29 %
+too high on source files, with it at most 12 % off on each of five kinds of text.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+LENGTH_TOPS = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # the last class has no top
+NUM_LENGTHS = len(LENGTH_TOPS) + 1
+NUM_EVIDENCE = 8
+FIRST_DIVIDED = 4  # evidence classes from here on: the context had several continuations
+MIN_FAILURE, MAX_FAILURE = 0.005, 0.98
+
+# Share of accepted tokens, given that those before were. Measured by replaying source files,
+# package descriptions, API documentation, edits of source files and JSON records in SmolLM2's
+# tokens (about 200 k draft tokens, kinds weighted equally). Columns: only continuation, seen 1,
+# 2, 3-4, 5 or more times; one of several, with a share of >= 3/4, 1/2, 1/4, less.
+USUAL = np.array(
+    [
+        [0.27, 0.47, 0.61, 0.80, 0.46, 0.24, 0.16, 0.10],  # match of 1 token
+        [0.46, 0.67, 0.80, 0.90, 0.56, 0.27, 0.20, 0.09],
+        [0.56, 0.76, 0.87, 0.94, 0.55, 0.26, 0.19, 0.10],
+        [0.65, 0.81, 0.92, 0.97, 0.65, 0.34, 0.20, 0.09],
+        [0.77, 0.89, 0.94, 0.98, 0.72, 0.35, 0.19, 0.12],  # 5-6
+        [0.78, 0.90, 0.96, 0.98, 0.68, 0.32, 0.16, 0.08],  # 7-8
+        [0.86, 0.94, 0.97, 0.99, 0.65, 0.37, 0.20, 0.08],  # 9-12
+        [0.87, 0.95, 0.98, 0.98, 0.70, 0.32, 0.18, 0.10],  # 13-16
+        [0.90, 0.95, 0.97, 0.98, 0.60, 0.35, 0.20, 0.10],  # 17-32
+        [0.97, 0.97, 0.97, 0.98, 0.70, 0.40, 0.25, 0.10],  # 33 and more
+    ],
+    np.float32,
+)
+USUAL_WEIGHT = 50.0  # observations the table above is worth
+MAX_WEIGHT = 1000.0  # beyond it older observations fade
+REQUEST_WEIGHT = 4.0  # failures a request's factor of 1 is worth
+# Beyond it older failures of a request fade: the table learns too, and what both have learnt
+# would count twice.
+MAX_REQUEST_WEIGHT = 32.0
+
+
+def evidence_class(count: int, total: int) -> int:
+    """Class of a continuation seen `count` times of `total`; as in automaton.cpp."""
+    if count >= total:
+        return min(count - 1, 1) if count <= 2 else 2 if count <= 4 else 3
+    return FIRST_DIVIDED + (4 * count < 3 * total) + (2 * count < total) + (4 * count < total)
+
+
+def cell_of(length: int, count: int, total: int, in_other_text: bool) -> int:
+    """Index into a flat table [2 (own, other text), NUM_LENGTHS, NUM_EVIDENCE]."""
+    row = sum(length > top for top in LENGTH_TOPS)
+    return (in_other_text * NUM_LENGTHS + row) * NUM_EVIDENCE + evidence_class(count, total)
+
+
+def with_rows(array: np.ndarray, num_rows: int) -> np.ndarray:
+    """A copy with zeros behind the rows that were there."""
+    grown = np.zeros((num_rows, *array.shape[1:]), array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+class Calibration:
+    """Usual confidence per cell, and per seat two factors on the failure rate."""
+
+    def __init__(self) -> None:
+        self.table = np.concatenate([USUAL, USUAL]).ravel()  # float32 [2 * lengths * evidence]
+        self.factors = np.zeros((0, 2), np.float32)  # [seats, (one continuation, several)]
+        self._accepted = self.table.astype(np.float64) * USUAL_WEIGHT
+        self._seen = np.full(len(self.table), USUAL_WEIGHT)
+        self._failures = np.zeros((0, 2))
+        self._expected = np.zeros((0, 2))
+
+    def grow(self, num_seats: int) -> None:
+        """Room for this many seats; a new one must be `reset` before its use."""
+        self.factors = with_rows(self.factors, num_seats)
+        self._failures = with_rows(self._failures, num_seats)
+        self._expected = with_rows(self._expected, num_seats)
+
+    def reset(self, seat: int) -> None:
+        self.factors[seat] = 1
+        self._failures[seat] = self._expected[seat] = REQUEST_WEIGHT
+
+    def confidence(self, seat: int, cell: int) -> float:
+        divided = cell % NUM_EVIDENCE >= FIRST_DIVIDED
+        failure = (1 - self.table[cell]) * self.factors[seat, int(divided)]
+        return float(1 - min(MAX_FAILURE, max(MIN_FAILURE, failure)))
+
+    def observe(self, seat: int, cells: Sequence[int], num_accepted: int, rejected: bool) -> None:
+        """Learn from a draft: its first tokens were accepted, and maybe the next was rejected."""
+        for i, cell in enumerate(cells[: num_accepted + rejected]):
+            divided = int(cell % NUM_EVIDENCE >= FIRST_DIVIDED)
+            if self._expected[seat, divided] > MAX_REQUEST_WEIGHT:
+                self._expected[seat, divided] /= 2
+                self._failures[seat, divided] /= 2
+            self._expected[seat, divided] += 1 - float(self.table[cell])
+            if i == num_accepted:
+                self._failures[seat, divided] += 1
+            self._count(cell, accepted=i < num_accepted)
+        self.factors[seat] = self._failures[seat] / self._expected[seat]
+
+    def _count(self, cell: int, accepted: bool) -> None:
+        if self._seen[cell] >= MAX_WEIGHT:
+            self._seen[cell] /= 2
+            self._accepted[cell] /= 2
+        self._seen[cell] += 1
+        self._accepted[cell] += accepted
+        self.table[cell] = self._accepted[cell] / self._seen[cell]

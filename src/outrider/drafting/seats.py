@@ -1,0 +1,173 @@
+"""The lookups of a whole batch: one call into the compiled library, or a loop in Python.
+
+Each request has a seat, an index into arrays that live as long as the source, so that a call
+passes only what is new. `_Call` has the layout of `Call` in native/automaton.cpp.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.drafting.automaton import (
+    Automaton,
+    NativeAutomaton,
+    PythonAutomaton,
+    new_automaton,
+)
+from outrider.drafting.confidence import Calibration, cell_of, with_rows
+from outrider.native import library
+
+NUM_TEXTS = 2  # texts of others that one request may draft from
+
+# One draft before it is put into its row: tokens, confidences, cells.
+_Found = tuple[list[int], list[float], list[int]]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("own", "texts", "matches", "factors", "table")),
+        *((name, ctypes.c_void_p) for name in ("drafts", "confidence", "cells", "lengths")),
+        *((name, ctypes.c_void_p) for name in ("seats", "starts", "budgets", "tokens")),
+        *((name, ctypes.c_int32) for name in ("n", "width", "min_match")),
+        ("min_survival", ctypes.c_float),
+    )
+
+
+class Seats:
+    """Automata, matches and drafts of the running requests, by seat."""
+
+    def __init__(
+        self, width: int, min_match: int, min_survival: float, calibration: Calibration
+    ) -> None:
+        self.width, self.min_match, self.min_survival = width, min_match, min_survival
+        self.calibration = calibration
+        self.own: list[Automaton | None] = []
+        self.texts: list[list[Automaton | None]] = []
+        self.matches = np.zeros((0, NUM_TEXTS, 2), np.int32)  # state and length in `texts`
+        self.drafts = np.zeros((0, width), np.int32)
+        self.confidence = np.zeros((0, width), np.float32)
+        self.cells = np.zeros((0, width), np.int32)
+        self.lengths = np.zeros(0, np.int32)
+        self._own_addresses = np.zeros(0, np.uint64)
+        self._text_addresses = np.zeros((0, NUM_TEXTS), np.uint64)
+        self._plan = np.zeros((3, 1), np.int32)  # seats, budgets and starts of one call
+        self._free: list[int] = []
+        self._library = library()
+        self._call = _Call(width=width, min_match=min_match, min_survival=min_survival)
+        self._grow(8)
+
+    def take(self) -> int:
+        """A free seat with an empty text of its own."""
+        if not self._free:
+            self._grow(2 * len(self.own))
+        seat = self._free.pop()
+        own = self.own[seat] = new_automaton()
+        if isinstance(own, NativeAutomaton):
+            self._own_addresses[seat] = own.address
+        self.lengths[seat] = 0
+        self.set_texts(seat, [], np.empty(0, np.int32))
+        self.calibration.reset(seat)
+        return seat
+
+    def leave(self, seat: int) -> None:
+        self.set_texts(seat, [], np.empty(0, np.int32))
+        self.own[seat] = None
+        self._own_addresses[seat] = 0
+        self._free.append(seat)
+
+    def set_texts(self, seat: int, texts: Sequence[Automaton], recent: np.ndarray) -> None:
+        """Let a seat draft from these texts too; `recent` is the stream before what comes next."""
+        assert len(texts) <= NUM_TEXTS, len(texts)
+        self.texts[seat] = [*texts, *[None] * (NUM_TEXTS - len(texts))]
+        self._text_addresses[seat] = self.matches[seat] = 0
+        for i, text in enumerate(texts):
+            self.matches[seat, i] = text.advance((0, 0), recent)
+            if isinstance(text, NativeAutomaton):
+                self._text_addresses[seat, i] = text.address
+
+    def look_up(
+        self, seats: Sequence[int], news: Sequence[np.ndarray], budgets: Sequence[int]
+    ) -> None:
+        """Take in each request's new tokens (int32) and draft up to its budget.
+
+        The drafts are then in `drafts`, `confidence` and `cells` [seat, :lengths[seat]].
+        """
+        if self._library is None:
+            for seat, new, budget in zip(seats, news, budgets, strict=True):
+                self._look_up_one(seat, new, budget)
+            return
+        n = len(seats)
+        plan, call = self._plan, self._call
+        plan[0, :n] = seats
+        plan[1, :n] = budgets
+        plan[2, 1 : n + 1] = [len(new) for new in news]
+        np.cumsum(plan[2, : n + 1], out=plan[2, : n + 1])
+        tokens = np.concatenate(news, dtype=np.int32)
+        call.tokens, call.n = tokens.ctypes.data, n
+        self._library.outrider_lookup(self._pointer)
+
+    def _grow(self, num_seats: int) -> None:
+        old = len(self.own)
+        self._free.extend(range(num_seats - 1, old - 1, -1))
+        self.own.extend([None] * (num_seats - old))
+        self.texts.extend([None] * NUM_TEXTS for _ in range(num_seats - old))
+        self.calibration.grow(num_seats)
+        self.matches = with_rows(self.matches, num_seats)
+        self.drafts = with_rows(self.drafts, num_seats)
+        self.confidence = with_rows(self.confidence, num_seats)
+        self.cells = with_rows(self.cells, num_seats)
+        self.lengths = with_rows(self.lengths, num_seats)
+        self._own_addresses = with_rows(self._own_addresses, num_seats)
+        self._text_addresses = with_rows(self._text_addresses, num_seats)
+        self._plan = np.zeros((3, num_seats + 1), np.int32)
+        self._point()
+
+    def _point(self) -> None:
+        """Write the addresses of the arrays into the call."""
+        call = self._call
+        call.own, call.texts = self._own_addresses.ctypes.data, self._text_addresses.ctypes.data
+        call.matches = self.matches.ctypes.data
+        call.factors = self.calibration.factors.ctypes.data
+        call.table = self.calibration.table.ctypes.data
+        call.drafts, call.cells = self.drafts.ctypes.data, self.cells.ctypes.data
+        call.confidence, call.lengths = self.confidence.ctypes.data, self.lengths.ctypes.data
+        call.seats, call.budgets, call.starts = (row.ctypes.data for row in self._plan)
+        self._pointer = ctypes.byref(call)
+
+    def _look_up_one(self, seat: int, new: np.ndarray, budget: int) -> None:
+        own = self.own[seat]
+        assert isinstance(own, PythonAutomaton), own
+        own.extend(new)
+        best, expected = self._draft(seat, own, own.repeated(), budget, in_other_text=False)
+        for i, text in enumerate(self.texts[seat]):
+            if text is None:
+                continue
+            state, length = self.matches[seat, i].tolist()
+            match = text.advance((state, length), new)
+            self.matches[seat, i] = match
+            found, value = self._draft(seat, text, match, budget, in_other_text=True)
+            if value > expected:
+                best, expected = found, value
+        n = len(best[0])
+        self.lengths[seat] = n
+        self.drafts[seat, :n], self.confidence[seat, :n], self.cells[seat, :n] = best
+
+    def _draft(
+        self, seat: int, text: Automaton, match: tuple[int, int], budget: int, in_other_text: bool
+    ) -> tuple[_Found, float]:
+        found: _Found = ([], [], [])
+        survival, expected = 1.0, 0.0
+        if match[1] < self.min_match:
+            return found, expected
+        for i, step in enumerate(text.walk(match, min(budget, self.width))):
+            cell = cell_of(match[1] + i, step.seen, step.total, in_other_text)
+            confidence = self.calibration.confidence(seat, cell)
+            survival *= confidence
+            if survival < self.min_survival:
+                break
+            expected += survival
+            found[0].append(step.token)
+            found[1].append(confidence)
+            found[2].append(cell)
+        return found, expected
