@@ -1,0 +1,180 @@
+"""Edits of the logits before sampling: masks, bias, min_tokens, penalties.
+
+Only requests that ask for an edit pay for one, and all but the mask of allowed ids touch only
+the ids concerned. Every row of a request is edited as plain decoding would edit it there: it
+sees the prompt, the output and its own ancestors in the draft.
+
+Shape legend: n rows of one request, V vocabulary, U ids that were counted.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.errors import SamplingError
+from outrider.sampling_params import SamplingParams
+
+
+class TextCounts:
+    """How often each id occurs in a growing text; the engine keeps one per penalised request.
+
+    Prompt ids count 0 (they are known, which is what the repetition penalty asks), output ids
+    1 each. Without a repetition penalty the prompt is left out altogether.
+    """
+
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self._length = 0 if params.repetition_penalty != 1.0 else num_prompt_tokens
+        self._place: dict[int, int] = {}
+        self._ids = np.empty(64, np.int64)
+        self._counts = np.empty(64, np.float32)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Ids met so far, int64 [U], each once."""
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Occurrences in the output, float32 [U]."""
+        return self._counts[: len(self._place)]
+
+    def of(self, token_id: int) -> float:
+        place = self._place.get(token_id)
+        return 0.0 if place is None else float(self._counts[place])
+
+    def extend(self, token_ids: np.ndarray) -> None:
+        """Count what is new in the text, given the whole of it (prompt and output)."""
+        new = token_ids[self._length :]
+        split = max(0, self.num_prompt_tokens - self._length)
+        for part, weight in ((new[:split], 0.0), (new[split:], 1.0)):
+            ids, counts = np.unique(part, return_counts=True)
+            for token_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+                self._add(token_id, count * weight)
+        self._length = max(self._length, len(token_ids))
+
+    def _add(self, token_id: int, count: float) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = len(self._place)
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, self._ids])
+                self._counts = np.concatenate([self._counts, self._counts])
+            self._ids[place], self._counts[place] = token_id, 0.0
+        self._counts[place] += count
+
+
+def check_against_vocab(
+    params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()
+) -> None:
+    """Refuse what can only be judged with the vocabulary at hand; called at submission.
+
+    Raises:
+        SamplingError: an id is not in the vocabulary, or no token would be left to choose.
+    """
+    for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if not 0 <= token_id < vocab_size:
+                raise SamplingError(
+                    f"{name} holds token id {token_id}, expected ids from 0 to {vocab_size - 1}"
+                )
+    allowed = params.allowed_token_ids
+    left = set(range(vocab_size) if allowed is None else allowed)
+    left.difference_update(params.banned_token_ids or ())
+    if not left:
+        raise SamplingError("banned_token_ids holds every token that may be chosen")
+    if params.min_tokens and left.issubset(_stop_ids(params, eos_token_ids)):
+        raise SamplingError(
+            f"min_tokens is {params.min_tokens}, but all the tokens allowed would end the text"
+        )
+
+
+def needs_edits(params: SamplingParams, num_output_tokens: int) -> bool:
+    """Whether any row of a request that has this many output tokens has its logits edited."""
+    return bool(
+        params.min_tokens > num_output_tokens
+        or params.allowed_token_ids is not None
+        or params.banned_token_ids
+        or params.logit_bias
+        or params.has_penalties
+    )
+
+
+def edit_logits(
+    logits: np.ndarray,
+    params: SamplingParams,
+    token_ids: np.ndarray,
+    num_prompt_tokens: int,
+    draft_ids: Sequence[int],
+    parents: Sequence[int],
+    depths: Sequence[int],
+    eos_token_ids: Sequence[int],
+    counts: TextCounts | None,
+) -> None:
+    """Edit the rows of one request in place, float32 [n, V]: as in vLLM, and in its order."""
+    vocab_size = logits.shape[1]
+    if params.allowed_token_ids is not None:
+        allowed = _columns(params.allowed_token_ids, vocab_size)
+        kept = logits[:, allowed]
+        logits.fill(-np.inf)
+        logits[:, allowed] = kept
+    if params.banned_token_ids:
+        logits[:, _columns(params.banned_token_ids, vocab_size)] = -np.inf
+    if params.logit_bias:
+        biased = {i: b for i, b in params.logit_bias.items() if 0 <= i < vocab_size}
+        logits[:, list(biased)] += np.array(list(biased.values()), np.float32)
+    num_output_tokens = len(token_ids) - num_prompt_tokens
+    early = [r for r, depth in enumerate(depths) if num_output_tokens + depth < params.min_tokens]
+    if early:
+        stops = _columns(_stop_ids(params, eos_token_ids), vocab_size)
+        logits[np.ix_(early, stops)] = -np.inf
+    if params.has_penalties:
+        if counts is None:
+            counts = TextCounts(params, num_prompt_tokens)
+        counts.extend(token_ids)
+        _penalise_rows(logits, params, counts, draft_ids, parents)
+
+
+def _stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> set[int]:
+    return {*eos_token_ids, *(params.stop_token_ids or ())}
+
+
+def _columns(token_ids: Sequence[int] | set[int], vocab_size: int) -> np.ndarray:
+    return np.array([i for i in token_ids if 0 <= i < vocab_size], np.int64)
+
+
+def _penalise_rows(
+    logits: np.ndarray,
+    params: SamplingParams,
+    counts: TextCounts,
+    draft_ids: Sequence[int],
+    parents: Sequence[int],
+) -> None:
+    """Penalise the text's ids on all rows at once, then set right each row's ancestors."""
+    rows, ids, totals = _ancestor_counts(counts, draft_ids, parents, logits.shape[1])
+    before = logits[rows, ids]
+    logits[:, counts.ids] = _penalised(logits[:, counts.ids], counts.counts, params)
+    logits[rows, ids] = _penalised(before, np.array(totals, np.float32), params)
+
+
+def _ancestor_counts(
+    counts: TextCounts, draft_ids: Sequence[int], parents: Sequence[int], vocab_size: int
+) -> tuple[list[int], list[int], list[float]]:
+    """(row, id, occurrences in output and path) for every id on the path to a row."""
+    paths: list[dict[int, float]] = [{}]
+    for i, token_id in enumerate(draft_ids):
+        path = dict(paths[(parents[i] if parents else i - 1) + 1])
+        if 0 <= token_id < vocab_size:  # what lies below an impossible token is never used
+            path[token_id] = path.get(token_id, counts.of(token_id)) + 1
+        paths.append(path)
+    entries = [(r, *item) for r, path in enumerate(paths) for item in path.items()]
+    return [e[0] for e in entries], [e[1] for e in entries], [e[2] for e in entries]
+
+
+def _penalised(values: np.ndarray, counts: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Penalised logits float32 [..., U] of ids that occurred `counts` [U] times in the output."""
+    if params.repetition_penalty != 1.0:
+        factor = np.float32(params.repetition_penalty)
+        values = np.where(values > 0, values / factor, values * factor)
+    values = values - np.float32(params.frequency_penalty) * counts
+    return values - np.float32(params.presence_penalty) * (counts > 0)
