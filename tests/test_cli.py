@@ -34,13 +34,13 @@ SOURCES = ["target", "echo", "echo", "target"]
 
 
 class FakeTokenizer:
-    has_chat_template = True
+    chat_template: str | None = "{{ messages }}"
 
     def decode(self, token_ids: list[int]) -> str:
         return "".join(WORDS[i] for i in token_ids)
 
-    def detokenizer(self) -> Any:
-        return SimpleNamespace(push=lambda token_id: WORDS[token_id])
+    def stream(self) -> Any:
+        return SimpleNamespace(push=self.decode)
 
 
 class FakeLLM:
@@ -124,7 +124,7 @@ def test_generate_raw_and_stdin(fake: FakeLLM) -> None:
 
 
 def test_a_model_without_chat_template_gets_the_text_as_it_is(fake: FakeLLM) -> None:
-    fake.tokenizer.has_chat_template = False
+    fake.tokenizer.chat_template = None
     run("generate", "Once upon")
     assert fake.asked == ["Once upon"]
 
@@ -342,7 +342,8 @@ def test_prompts_missing_or_unreadable(tmp_path: Path) -> None:
 
 def test_splitter_keeps_sources_apart_when_text_comes_late() -> None:
     pieces = {1: "ab", 2: "", 3: "é", 4: "cd"}  # token 2 is half of the character of token 3
-    splitter = SourceSplitter(pieces.__getitem__)
+    decoder: Any = SimpleNamespace(push=lambda token_ids: pieces[token_ids[0]])
+    splitter = SourceSplitter(decoder)
     assert splitter.split("a", [1, 2], ["target", "x"]) == [("a", "target")]
     assert splitter.split("bé", [3], ["x"]) == [("b", "target"), ("é", "x")]
     assert splitter.split("cd more", [4], ["y"]) == [("cd", "y"), (" more", "target")]

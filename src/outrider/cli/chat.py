@@ -33,7 +33,7 @@ def chat(
 
     params = sampling.params()
     llm = model.load()
-    if not llm.tokenizer.has_chat_template:
+    if llm.tokenizer.chat_template is None:
         raise PromptError(
             f"{llm.target.name} has no chat template, so it cannot chat; use 'outrider generate'"
         )

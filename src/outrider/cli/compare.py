@@ -60,7 +60,7 @@ def compare(
     if params.seed is None and not params.is_greedy:
         params = replace(params, seed=DEFAULT_SEED)
     llm = model.load()
-    results = measure(llm, records, params, rounds, raw or not llm.tokenizer.has_chat_template)
+    results = measure(llm, records, params, rounds, raw or llm.tokenizer.chat_template is None)
     if json_output:
         for result in results:
             sys.stdout.write(json.dumps(result.as_json(), ensure_ascii=False) + "\n")

@@ -3,13 +3,17 @@
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from outrider.results import SpeculativeMetrics
+
+if TYPE_CHECKING:
+    from outrider.tokenizer import TextStream
 
 TARGET = "target"  # who a token came from when nobody drafted it
 # Given to sources in the order they are first met; readable on dark and light terminals.
@@ -71,17 +75,17 @@ def printable(text: str) -> str:
 class SourceSplitter:
     """Cuts streamed text at token borders, to know which source each piece is from.
 
-    Text may come later than its tokens (half a character, half a stop string); `push` gives
-    what one more token adds to the text, in the same order.
+    Text may come later than its tokens (half a character, half a stop string); the decoder
+    tells what each token adds to the text, in the same order.
     """
 
-    push: Callable[[int], str]
+    decoder: "TextStream"
     _pending: deque[tuple[int, str]] = field(default_factory=deque)  # characters left, source
 
     def split(self, text: str, token_ids: Sequence[int], sources: Sequence[str]) -> list[Span]:
         """The spans of ``text``, which ends one or more of the tokens given so far."""
         for token_id, source in zip(token_ids, sources, strict=True):
-            piece = self.push(token_id)
+            piece = self.decoder.push([token_id])
             if piece:
                 self._pending.append((len(piece), source))
         spans: list[Span] = []

@@ -38,7 +38,7 @@ def demo(
     plain = plain_twin(llm)
     _introduce(console, llm, perf_counter() - started)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    raw = not llm.tokenizer.has_chat_template
+    raw = llm.tokenizer.chat_template is None
     results = []
     for number, record in enumerate(DEMO_PROMPTS, 1):
         console.print()

@@ -42,7 +42,7 @@ def generate(
     records = gather(prompts or [], file)
     params = sampling.params(n)
     llm = model.load()
-    raw = raw or not llm.tokenizer.has_chat_template
+    raw = raw or llm.tokenizer.chat_template is None
     if json_output:
         _write_json(llm, records, params, raw)
     elif len(records) == 1 and len(records[0].turns) == 1 and n == 1:

@@ -39,7 +39,7 @@ class StreamedAnswer:
 
 def new_writer(llm: "LLM", colours: Colours) -> TextWriter:
     """A writer to stdout for one answer of this model."""
-    return TextWriter(SourceSplitter(llm.tokenizer.detokenizer().push), colours)
+    return TextWriter(SourceSplitter(llm.tokenizer.stream()), colours)
 
 
 def stream_answer(
