@@ -7,6 +7,7 @@
     │   ├── PromptError           empty prompt, prompt beyond the context, ids out of range
     │   ├── SamplingError         a sampling parameter out of its range
     │   └── ConfigError           unknown key or value in a configuration
+    ├── SourceError               a draft source raised, or answered what is no draft
     ├── MissingDependency         an optional package is not installed
     └── KVFull                    no free KV page; the scheduler answers it by preemption
 
@@ -41,6 +42,10 @@ class SamplingError(UserError):
 
 class ConfigError(UserError):
     """A configuration holds an unknown key or an impossible value."""
+
+
+class SourceError(OutriderError):
+    """A source of drafts raised, or broke its contract; the message names it."""
 
 
 class MissingDependency(OutriderError, ImportError):

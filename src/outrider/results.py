@@ -97,3 +97,18 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(slots=True)
+class StreamChunk:
+    """What one step added to one choice. Joined chunks are the `CompletionOutput`."""
+
+    request_id: str
+    index: int
+    text: str  # may lag behind token_ids: inside a character, or what may become a stop string
+    token_ids: list[int] = field(default_factory=list)
+    token_sources: list[str] = field(default_factory=list)  # one per token
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # one entry per token
+    result: RequestOutput | None = None  # with the last chunk of the last choice

@@ -1,0 +1,343 @@
+"""The engine: one step takes every running request a little further."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from outrider.drafting.source import Draft, DraftSource
+from outrider.engine.batch import pack
+from outrider.engine.intake import Intake
+from outrider.engine.output import TokenizerLike
+from outrider.engine.request import Request, RequestGroup, Status
+from outrider.engine.scheduler import Schedule, Scheduler
+from outrider.engine.speculation import Proposal, SourcePlan, Speculation
+from outrider.engine.times import StepTimes
+from outrider.engine.verification import MatchingVerifier, NewTokens, Verifier
+from outrider.errors import ConfigError
+from outrider.policy.cost import CostModel
+from outrider.policy.feedback import DraftOutcome, record
+from outrider.policy.planner import Planner
+from outrider.results import Logprob, SpeculativeMetrics, StreamChunk
+from outrider.sampling_params import SamplingParams
+from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
+from outrider.target.kv import KVArena, pages_for
+
+DRAFT_ROWS = 8  # rows per decoding request that prompts leave free: one row tile of a linear
+TARGET = "target"  # source of the tokens nobody drafted
+
+
+@dataclass(slots=True)
+class Verified:
+    """One forward and what the accept rule made of it: new tokens for every proposal."""
+
+    batch: ForwardBatch
+    features: torch.Tensor | None  # [T, layers * hidden]
+    found: list[NewTokens]
+
+
+class Engine:
+    """Drives one target and its draft sources. Not thread-safe: one thread calls all methods."""
+
+    def __init__(
+        self,
+        target: Target,
+        sources: Sequence[DraftSource] = (),
+        *,
+        verifier: Verifier | None = None,
+        tokenizer: TokenizerLike | None = None,
+        eos_token_ids: Sequence[int] = (),
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        kv_cache_tokens: int = 16384,
+        max_model_len: int | None = None,
+        planner: Planner | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
+        num_pages = pages_for(kv_cache_tokens)
+        limit = min(max_model_len or target.max_model_len, target.max_model_len)
+        self.target = target
+        self.tokenizer = tokenizer
+        self.verifier = verifier or MatchingVerifier(eos_token_ids)
+        self.max_model_len = min(limit, num_pages * PAGE_SIZE)  # one request always fits alone
+        self.arena = KVArena(num_pages)
+        self.cost = CostModel(max_num_batched_tokens)
+        self.planner = planner or Planner(self.cost, is_biased_rule=self.verifier.is_biased)
+        self.speculation = Speculation(sources, self.planner, target.vocab_size, self.arena)
+        self.scheduler = Scheduler(
+            self.arena, max_num_seqs, max_num_batched_tokens, DRAFT_ROWS if sources else 0
+        )
+        self.metrics = SpeculativeMetrics()  # over all requests
+        self.times = StepTimes()
+        self._intake = Intake(
+            target.vocab_size, self.max_model_len, tuple(eos_token_ids), tokenizer, bool(sources)
+        )
+        self._random = random.Random(seed)
+        self._groups: dict[str, RequestGroup] = {}
+        self._chunks: list[StreamChunk] = []
+        self._token_texts: dict[int, str] = {}
+        target.allocate_kv(num_pages)
+        for source in self.speculation.sources:
+            source.bind(target, tokenizer, max_num_seqs)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is unfinished or a chunk was not yet taken."""
+        return self.scheduler.has_work or bool(self._chunks)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        prediction: Sequence[int] | None = None,
+    ) -> None:
+        """Queue a prompt; its chunks come from `step` under this id.
+
+        Raises:
+            PromptError: the prompt is empty, too long for context or KV, or holds unknown ids.
+            SamplingError: a parameter names ids outside the vocabulary.
+        """
+        assert request_id not in self._groups, f"request id {request_id!r} is in use"
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        group = self._intake.admit(request_id, prompt_token_ids, params, prompt, prediction, seed)
+        self._groups[request_id] = group
+        for choice in group.choices:
+            self.scheduler.add(choice)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; nothing happens when it is unknown or finished."""
+        group = self._groups.get(request_id)
+        for choice in group.choices if group is not None else ():
+            if choice.status is not Status.FINISHED:
+                choice.output.finish("abort")
+                self._end(choice)
+                self._emit(choice, [], [], None)
+
+    def step(self) -> list[StreamChunk]:
+        """Take every running request further; returns what was added to each choice.
+
+        Raises:
+            SourceError: a draft source failed. No request is lost and the engine stays usable.
+        """
+        if self.scheduler.has_work:
+            self.times.begin()
+            schedule = self._schedule()
+            plans, proposals = self._plan(schedule)
+            self._propose(schedule, plans, proposals)
+            verified = self._verify(schedule, proposals)
+            self._commit(schedule, proposals, verified)
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def check_integrity(self) -> None:
+        """Assert that every KV page has one owner, and every owner is a running request."""
+        self.arena.check_integrity()
+        running = {request.request_id for request in self.scheduler.running}
+        assert set(self.arena.owners) == running, (self.arena.owners, running)
+
+    def _schedule(self) -> Schedule:
+        schedule = self.scheduler.schedule()
+        for request in schedule.preempted:
+            self._release(request.request_id)
+        self.times.lap("schedule")
+        return schedule
+
+    def _plan(self, schedule: Schedule) -> tuple[list[SourcePlan], list[Proposal]]:
+        proposals = [
+            Proposal(work, [], DraftOutcome(Draft(), is_greedy=work.request.params.is_greedy))
+            for work in schedule.works
+            if work.is_last
+        ]
+        plans = self.speculation.plan(proposals, self.scheduler.max_rows - schedule.num_rows)
+        self.times.lap("plan")
+        return plans, proposals
+
+    def _propose(
+        self, schedule: Schedule, plans: list[SourcePlan], proposals: list[Proposal]
+    ) -> None:
+        if plans:
+            self.speculation.propose(plans, proposals)
+            self.times.lap("propose")
+            rows = schedule.num_rows
+            self.speculation.choose(proposals, rows, self.scheduler.max_rows - rows)
+            self.times.lap("plan")
+
+    def _verify(self, schedule: Schedule, proposals: list[Proposal]) -> Verified:
+        batch = pack(schedule.works, self.arena, self.speculation.layer_ids)
+        self.times.lap("pack")
+        output = self.target.forward(batch)
+        seconds = self.times.lap("forward")
+        works = [proposal.work for proposal in proposals]
+        found = self.verifier.verify(output.logits, works) if works else []
+        seconds += self.times.lap("sample")
+        if all(work.may_draft for work in schedule.works):
+            self.cost.observe(batch.num_rows, seconds)
+        return Verified(batch, output.features, found)
+
+    def _commit(self, schedule: Schedule, proposals: list[Proposal], verified: Verified) -> None:
+        self._move_branches(proposals, verified.found)
+        for work in schedule.works:
+            self.arena.commit(work.request.request_id, work.num_rows)
+        for proposal, new in zip(proposals, verified.found, strict=True):
+            self.arena.commit(proposal.work.request.request_id, len(new.accepted))
+        if verified.features is not None:
+            self._keep_features(schedule, proposals, verified)
+        for proposal, new in zip(proposals, verified.found, strict=True):
+            self._append(proposal, new)
+        self.times.lap("commit")
+        self._tell_sources(proposals)
+
+    def _move_branches(self, proposals: list[Proposal], found: list[NewTokens]) -> None:
+        """Copy the KV of accepted tree branches to the slots behind the text."""
+        sources: list[int] = []
+        destinations: list[int] = []
+        for proposal, new in zip(proposals, found, strict=True):
+            if proposal.work.draft.is_tree:
+                first = proposal.work.context_len + 1
+                pages = self.arena.page_table(proposal.work.request.request_id)
+                for place, index in enumerate(new.accepted):
+                    if index != place:
+                        sources.append(_slot(pages, first + index))
+                        destinations.append(_slot(pages, first + place))
+        if sources:
+            self.target.move_kv(np.array(sources, np.int32), np.array(destinations, np.int32))
+
+    def _keep_features(
+        self, schedule: Schedule, proposals: list[Proposal], verified: Verified
+    ) -> None:
+        """Hand on the features of the rows that were committed, in the order of the text."""
+        accepted = {
+            id(proposal.work): new.accepted
+            for proposal, new in zip(proposals, verified.found, strict=True)
+        }
+        rows: list[int] = []
+        counts: list[int] = []
+        starts = verified.batch.row_starts.tolist()
+        for work, start in zip(schedule.works, starts, strict=False):
+            kept = accepted.get(id(work), [])
+            rows.extend(range(start, start + work.num_rows))
+            rows.extend(start + work.num_rows + index for index in kept)
+            counts.append(work.num_rows + len(kept))
+        assert verified.features is not None
+        index = torch.tensor(rows, device=verified.features.device)
+        parts = verified.features.index_select(0, index).split(counts)
+        for work, part in zip(schedule.works, parts, strict=True):
+            self.speculation.keep_features(work.request.request_id, part)
+
+    def _append(self, proposal: Proposal, new: NewTokens) -> None:
+        """Add the new tokens of one choice up to the end of its output."""
+        request, outcome = proposal.work.request, proposal.outcome
+        proposal.accepted_ids = new.token_ids
+        taken = request.output.extend(new.token_ids)
+        drafted = min(taken, len(new.accepted))
+        token_ids = new.token_ids[:taken]
+        sources = [outcome.draft.source] * drafted + [TARGET] * (taken - drafted)
+        request.tokens.extend(token_ids)
+        logprobs = None if new.logprobs is None else new.logprobs[:taken]
+        outcome.num_accepted_drafts = len(new.accepted)
+        outcome.num_emitted_drafts = drafted
+        outcome.num_new_tokens = taken
+        record(self.metrics, outcome)
+        metrics = request.group.metrics
+        if metrics.speculative_decoding is not None:
+            record(metrics.speculative_decoding, outcome)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = perf_counter()
+        if request.output.finish_reason is None:
+            self.arena.rollback(request.request_id)
+        else:
+            self.scheduler.remove(request)
+        self._emit(request, token_ids, sources, logprobs)
+
+    def _tell_sources(self, proposals: list[Proposal]) -> None:
+        """Feedback of this step; ended requests are forgotten whatever a source raises."""
+        try:
+            self.speculation.observe(proposals)
+        finally:
+            for proposal in proposals:
+                if proposal.work.request.status is Status.FINISHED:
+                    self._forget(proposal.work.request)
+            self.times.lap("propose")
+
+    def _forget(self, request: Request) -> None:
+        try:
+            self.speculation.finish(request)
+        finally:
+            self._release(request.request_id)
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self._release(request.request_id)
+
+    def _release(self, request_id: str) -> None:
+        self.verifier.release(request_id)
+        self.speculation.release(request_id)
+
+    def _emit(
+        self,
+        request: Request,
+        token_ids: list[int],
+        sources: list[str],
+        logprobs: list[dict[int, Logprob]] | None,
+    ) -> None:
+        output, group = request.output, request.group
+        output.sources.extend(sources)
+        if logprobs is not None and output.logprobs is not None:
+            self._name_tokens(logprobs)
+            output.logprobs.extend(logprobs)
+        chunk = StreamChunk(
+            request_id=group.request_id,
+            index=request.index,
+            text=output.take_text(),
+            token_ids=token_ids,
+            token_sources=sources,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            logprobs=logprobs,
+        )
+        if output.finish_reason is not None and group.finished:
+            group.metrics.finished_time = perf_counter()
+            chunk.result = group.result()
+            del self._groups[group.request_id]
+        self._chunks.append(chunk)
+
+    def _name_tokens(self, logprobs: list[dict[int, Logprob]]) -> None:
+        if self.tokenizer is None:
+            return
+        for entry in logprobs:
+            for token, logprob in entry.items():
+                text = self._token_texts.get(token)
+                if text is None:
+                    text = self.tokenizer.decode([token], skip_special_tokens=False)
+                    self._token_texts[token] = text
+                logprob.decoded_token = text
+
+
+def _slot(pages: np.ndarray, index: int) -> int:
+    return int(pages[index // PAGE_SIZE]) * PAGE_SIZE + index % PAGE_SIZE
+
+
+def _check_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, kv_cache_tokens: int, max_model_len: int | None
+) -> None:
+    sizes = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "kv_cache_tokens": kv_cache_tokens,
+        "max_model_len": 1 if max_model_len is None else max_model_len,
+    }
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} must be a positive integer, got {size!r}")
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
+            f"max_num_seqs ({max_num_seqs}): every running request needs a row"
+        )
