@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.drafting.source import Outcome
+
 LENGTH_TOPS = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # the last class has no top
 NUM_LENGTHS = len(LENGTH_TOPS) + 1
 NUM_EVIDENCE = 8
@@ -64,14 +66,45 @@ def with_rows(array: np.ndarray, num_rows: int) -> np.ndarray:
     return grown
 
 
+class Rates:
+    """Running shares of accepted tokens by cell, starting from usual ones worth `weight`."""
+
+    def __init__(self, usual: np.ndarray, weight: float) -> None:
+        self.table = usual.astype(np.float32).ravel()
+        self._accepted = self.table.astype(np.float64) * weight
+        self._seen = np.full(len(self.table), weight)
+
+    def count(self, cell: int, accepted: bool) -> None:
+        if self._seen[cell] >= MAX_WEIGHT:
+            self._seen[cell] /= 2
+            self._accepted[cell] /= 2
+        self._seen[cell] += 1
+        self._accepted[cell] += accepted
+        self.table[cell] = self._accepted[cell] / self._seen[cell]
+
+    def observe(self, cells: Sequence[int], outcome: Outcome) -> None:
+        """Count the tokens of a chain whose cells these are."""
+        for i, cell in enumerate(judged(cells, outcome)):
+            self.count(cell, accepted=i < outcome.num_accepted_drafts)
+
+
+def judged(cells: Sequence[int], outcome: Outcome) -> Sequence[int]:
+    """Cells of the accepted draft tokens and of the rejected one; nothing is known of the rest.
+
+    Without a bonus token the request ended inside the draft, and none was rejected.
+    """
+    accepted = outcome.num_accepted_drafts
+    rejected = len(outcome.accepted_ids) > accepted
+    return cells[: min(len(outcome.draft), accepted + rejected)]
+
+
 class Calibration:
     """Usual confidence per cell, and per seat two factors on the failure rate."""
 
     def __init__(self) -> None:
-        self.table = np.concatenate([USUAL, USUAL]).ravel()  # float32 [2 * lengths * evidence]
+        self._rates = Rates(np.concatenate([USUAL, USUAL]), USUAL_WEIGHT)
+        self.table = self._rates.table  # float32 [2 * lengths * evidence]
         self.factors = np.zeros((0, 2), np.float32)  # [seats, (one continuation, several)]
-        self._accepted = self.table.astype(np.float64) * USUAL_WEIGHT
-        self._seen = np.full(len(self.table), USUAL_WEIGHT)
         self._failures = np.zeros((0, 2))
         self._expected = np.zeros((0, 2))
 
@@ -90,23 +123,15 @@ class Calibration:
         failure = (1 - self.table[cell]) * self.factors[seat, int(divided)]
         return float(1 - min(MAX_FAILURE, max(MIN_FAILURE, failure)))
 
-    def observe(self, seat: int, cells: Sequence[int], num_accepted: int, rejected: bool) -> None:
-        """Learn from a draft: its first tokens were accepted, and maybe the next was rejected."""
-        for i, cell in enumerate(cells[: num_accepted + rejected]):
+    def observe(self, seat: int, cells: Sequence[int], outcome: Outcome) -> None:
+        """Learn from a chain whose cells these are."""
+        failures, expected = self._failures[seat], self._expected[seat]
+        for i, cell in enumerate(judged(cells, outcome)):
             divided = int(cell % NUM_EVIDENCE >= FIRST_DIVIDED)
-            if self._expected[seat, divided] > MAX_REQUEST_WEIGHT:
-                self._expected[seat, divided] /= 2
-                self._failures[seat, divided] /= 2
-            self._expected[seat, divided] += 1 - float(self.table[cell])
-            if i == num_accepted:
-                self._failures[seat, divided] += 1
-            self._count(cell, accepted=i < num_accepted)
-        self.factors[seat] = self._failures[seat] / self._expected[seat]
-
-    def _count(self, cell: int, accepted: bool) -> None:
-        if self._seen[cell] >= MAX_WEIGHT:
-            self._seen[cell] /= 2
-            self._accepted[cell] /= 2
-        self._seen[cell] += 1
-        self._accepted[cell] += accepted
-        self.table[cell] = self._accepted[cell] / self._seen[cell]
+            if expected[divided] > MAX_REQUEST_WEIGHT:
+                expected[divided] /= 2
+                failures[divided] /= 2
+            expected[divided] += 1 - float(self.table[cell])
+            failures[divided] += i == outcome.num_accepted_drafts
+            self._rates.count(cell, accepted=i < outcome.num_accepted_drafts)
+        self.factors[seat] = failures / expected

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from outrider.drafting.confidence import Calibration
+from outrider.drafting.options import at_least
 from outrider.drafting.seats import Seats
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.drafting.store import OutputStore
@@ -51,9 +50,9 @@ class LookupSource(DraftSource):
         min_survival: float = 0.02,
         shared_tokens: int = 0,
     ) -> None:
-        _at_least("num_speculative_tokens", num_speculative_tokens, 1)
-        _at_least("min_match", min_match, 1)
-        _at_least("shared_tokens", shared_tokens, 0)
+        at_least("num_speculative_tokens", num_speculative_tokens, 1)
+        at_least("min_match", min_match, 1)
+        at_least("shared_tokens", shared_tokens, 0)
         if not 0 <= min_survival <= 1:
             raise ConfigError(f"min_survival must be in [0, 1], got {min_survival}")
         self.max_draft_tokens = num_speculative_tokens
@@ -86,9 +85,7 @@ class LookupSource(DraftSource):
             known = seats.drafts[seat, : seats.lengths[seat]].tolist()
             if known[:n] != outcome.draft.token_ids:
                 continue  # not what was proposed last: nothing is known of its cells
-            accepted = outcome.num_accepted_drafts
-            rejected = accepted < n and len(outcome.accepted_ids) > accepted
-            self._calibration.observe(seat, seats.cells[seat, :n].tolist(), accepted, rejected)
+            self._calibration.observe(seat, seats.cells[seat, :n].tolist(), outcome)
 
     def finish(self, context: DraftContext) -> None:
         if self._store is not None:
@@ -122,8 +119,3 @@ class LookupSource(DraftSource):
             confidence=seats.confidence[seat, :n].tolist(),
             source=self.name,
         )
-
-
-def _at_least(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")

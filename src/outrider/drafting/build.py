@@ -1,0 +1,271 @@
+"""From a speculative config to draft sources: everything about their names lives here.
+
+The keys are vLLM's. A config is "auto", one object, a list of objects and sources, a source, or
+None for plain decoding.
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outrider.drafting.lookup import LookupSource
+from outrider.drafting.options import at_least
+from outrider.drafting.predicted import PredictedSource
+from outrider.drafting.source import DraftSource
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.target.base import Target
+
+Config = Mapping[str, Any]
+SpeculativeConfig = str | Config | Sequence[Config | DraftSource] | DraftSource | None
+# A draft model by name: the target to draft with, and its tokenizer.
+LoadModel = Callable[[str], tuple["Target", object | None]]
+
+RULE_KEY = "rejection_sample_method"
+RULES = {
+    "invariant": "invariant",
+    "standard": "rejection",  # vLLM's name
+    "rejection": "rejection",
+    "block": "block",
+}
+# How vLLM loads and runs a draft model on its devices; accepted, and without effect here.
+HARMLESS = {
+    "draft_tensor_parallel_size": (None, 1),
+    "enforce_eager": (None, False, True),
+    "disable_padded_drafter_batch": (None, False, True),
+    "quantization": (None,),
+    "revision": (None,),
+    "code_revision": (None,),
+}
+PLANNED = (
+    *("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "pard", "table", "span"),
+    *("layerskip", "remote", "mlp_speculator", "ngram_gpu", "extract_hidden_states"),
+)
+SHARED_TOKENS_PER_REQUEST = 512  # vLLM counts cached requests, the store counts tokens
+
+
+def split_rule(config: SpeculativeConfig) -> tuple[SpeculativeConfig, str]:
+    """The config without the accept rule, and the rule: "invariant", "rejection" or "block".
+
+    An object with nothing but a rule means the default sources under that rule.
+
+    Raises:
+        ConfigError: an unknown rule, or two different ones in a list.
+    """
+    if isinstance(config, Mapping):
+        if RULE_KEY not in config:
+            return config, "invariant"
+        return _without_rule(config) or "auto", _rule(config[RULE_KEY])
+    if config is None or isinstance(config, str | DraftSource) or not isinstance(config, Sequence):
+        return config, "invariant"
+    objects = [part for part in config if isinstance(part, Mapping)]
+    rules = {_rule(part[RULE_KEY]) for part in objects if RULE_KEY in part}
+    if len(rules) > 1:
+        raise ConfigError(f"{RULE_KEY} is one for all sources, got {sorted(rules)}")
+    parts = [_without_rule(part) if isinstance(part, Mapping) else part for part in config]
+    return [part for part in parts if part != {}], next(iter(rules), "invariant")
+
+
+def _without_rule(config: Config) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != RULE_KEY}
+
+
+def build_sources(
+    config: SpeculativeConfig, load_model: LoadModel | None = None
+) -> list[DraftSource]:
+    """The sources a config asks for, in its order; the accept rule in it is left out.
+
+    Args:
+        config: see the module.
+        load_model: loads the draft model that a config names.
+
+    Raises:
+        ConfigError: an unknown method, key or value; the message names the known ones.
+    """
+    config, rule = split_rule(config)
+    if config is None:
+        return []
+    if isinstance(config, DraftSource):
+        return [config]
+    if isinstance(config, str):
+        if config != "auto":
+            raise ConfigError(
+                f'speculative_config must be "auto", an object, a list, a DraftSource or None, '
+                f"got {config!r}"
+            )
+        return [LookupSource(), PredictedSource()]
+    if isinstance(config, Mapping):
+        return [_build(config, load_model, rule)]
+    if not isinstance(config, Sequence):
+        raise ConfigError(f"speculative_config must be an object or a list, got {config!r}")
+    return [c if isinstance(c, DraftSource) else _build(c, load_model, rule) for c in config]
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """What a method reads: keys to the arguments of `make`, and keys checked and not used."""
+
+    make: Callable[..., DraftSource]
+    keys: Mapping[str, str]  # config key -> argument
+    accepted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    @property
+    def known(self) -> list[str]:
+        return sorted({"method", RULE_KEY, *self.keys, *self.accepted, *HARMLESS})
+
+
+def _ngram(
+    num_speculative_tokens: int = 16,
+    prompt_lookup_min: int | None = None,
+    prompt_lookup_max: int | None = None,
+) -> LookupSource:
+    """vLLM's n-gram lookup: nothing shorter than the minimum; here longer is always better."""
+    low = prompt_lookup_min if prompt_lookup_min is not None else prompt_lookup_max
+    low = 5 if low is None else low  # vLLM's default of both
+    high = low if prompt_lookup_max is None else prompt_lookup_max
+    for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+        at_least(name, value, 1)
+    if high < low:
+        raise ConfigError(f"prompt_lookup_max must be at least prompt_lookup_min {low}, got {high}")
+    return LookupSource(num_speculative_tokens, min_match=low)
+
+
+def _suffix(
+    num_speculative_tokens: int = 24,
+    max_cached_requests: int = 10_000,
+    min_token_prob: float = 0.1,
+) -> LookupSource:
+    """vLLM's suffix decoding with its defaults: outputs are shared between requests."""
+    at_least("suffix_decoding_max_cached_requests", max_cached_requests, 0)
+    if not 0 <= min_token_prob <= 1:
+        raise ConfigError(f"suffix_decoding_min_token_prob must be in [0, 1], got {min_token_prob}")
+    return LookupSource(
+        num_speculative_tokens,
+        min_survival=min_token_prob,
+        shared_tokens=max_cached_requests * SHARED_TOKENS_PER_REQUEST,
+    )
+
+
+METHODS = {
+    "ngram": _Method(
+        _ngram,
+        {key: key for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")},
+    ),
+    "suffix": _Method(
+        _suffix,
+        {
+            "num_speculative_tokens": "num_speculative_tokens",
+            "suffix_decoding_max_cached_requests": "max_cached_requests",
+            "suffix_decoding_min_token_prob": "min_token_prob",
+        },
+        # Depth and factor bound vLLM's tree search; the automaton has neither bound nor need.
+        {"suffix_decoding_max_tree_depth": (), "suffix_decoding_max_spec_factor": ()},
+    ),
+    "lookup": _Method(
+        LookupSource,
+        {
+            key: key
+            for key in ("num_speculative_tokens", "min_match", "min_survival", "shared_tokens")
+        },
+    ),
+    "predicted": _Method(PredictedSource, {"num_speculative_tokens": "num_speculative_tokens"}),
+}
+DRAFT_MODEL_KEYS = {"model": "model", "num_speculative_tokens": "num_speculative_tokens"}
+
+
+def _build(config: object, load_model: LoadModel | None, rule: str) -> DraftSource:
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"a source must be an object or a DraftSource, got {config!r}")
+    method = config.get("method")
+    if method is None and "model" in config:
+        method = "draft_model"  # as vLLM reads a config that names only a model
+    if not isinstance(method, str):
+        raise ConfigError(f"speculative_config needs a method, one of {_methods()}, got {method!r}")
+    if method == "custom_class":
+        raise ConfigError('a class of your own is named by "method": "package.module:Class"')
+    if ":" in method:
+        return _custom(method, config)
+    if method == "draft_model":
+        return _draft_model(config, load_model, rule)
+    if method not in METHODS:
+        raise ConfigError(_unknown_method(method))
+    return _made(method, METHODS[method], config)
+
+
+def _made(name: str, method: _Method, config: Config) -> DraftSource:
+    _check_keys(name, config, method.known, {**HARMLESS, **method.accepted})
+    arguments = {method.keys[key]: value for key, value in config.items() if key in method.keys}
+    return method.make(**arguments)
+
+
+def _draft_model(config: Config, load_model: LoadModel | None, rule: str) -> DraftSource:
+    from outrider.drafting.draft_model import DraftModelSource  # imports the forward's parts
+
+    def make(model: str, num_speculative_tokens: int = 4) -> DraftSource:
+        if load_model is None:
+            raise ConfigError(f"the draft model {model!r} cannot be loaded: no loader was given")
+        target, tokenizer = load_model(model)
+        return DraftModelSource(target, num_speculative_tokens, tokenizer=tokenizer, rule=rule)
+
+    if not isinstance(config.get("model"), str):
+        raise ConfigError(
+            f'the method "draft_model" needs the key "model", a name or path, '
+            f"got {config.get('model')!r}"
+        )
+    return _made("draft_model", _Method(make, DRAFT_MODEL_KEYS), config)
+
+
+def _custom(path: str, config: Config) -> DraftSource:
+    """An instance of "package.module:Class"; the other keys are its keyword arguments."""
+    module_name, _, class_name = path.partition(":")
+    try:
+        made = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"the draft source {path!r} cannot be imported: {error}") from error
+    if not (isinstance(made, type) and issubclass(made, DraftSource)):
+        raise ConfigError(f"{path!r} must be a subclass of outrider's DraftSource, got {made!r}")
+    arguments = {key: value for key, value in config.items() if key not in ("method", RULE_KEY)}
+    try:
+        return made(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{path!r} does not take {sorted(arguments)}: {error}") from error
+
+
+def _check_keys(
+    method: str, config: Config, known: Sequence[str], harmless: Mapping[str, tuple[object, ...]]
+) -> None:
+    for key, value in config.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"unknown key {key!r} for the method {method!r}{hint} "
+                f"Known keys: {', '.join(known)}"
+            )
+        allowed = harmless.get(key, ())
+        if allowed and value not in allowed:
+            raise ConfigError(
+                f"{key}={value!r} has no meaning for the method {method!r} here; "
+                f"leave it out or give one of {list(allowed)}"
+            )
+
+
+def _unknown_method(method: str) -> str:
+    if method in PLANNED or method.endswith("_mtp"):
+        return f"the method {method!r} is not available in this version; available: {_methods()}"
+    near = difflib.get_close_matches(method, [*METHODS, "draft_model"], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"unknown method {method!r}{hint} Known methods: {_methods()}"
+
+
+def _methods() -> str:
+    return ", ".join([*METHODS, "draft_model", '"package.module:Class"'])
+
+
+def _rule(value: object) -> str:
+    if not isinstance(value, str) or value not in RULES:
+        raise ConfigError(f"{RULE_KEY} must be one of {', '.join(RULES)}, got {value!r}")
+    return RULES[value]
