@@ -1,5 +1,6 @@
 """A target that finds every KV mistake, a tokenizer of bytes, and sources that replay a text."""
 
+import codecs
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -116,6 +117,8 @@ class FakeTokenizer:
     def __init__(self, pieces: Sequence[bytes], special: Sequence[int] = ()) -> None:
         self.pieces = list(pieces)
         self.special = set(special)
+        self.eos_token_id = 0
+        self.chat_template = "<role>: <content>"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         left, ids = text.encode(), []
@@ -127,6 +130,9 @@ class FakeTokenizer:
             ids.append(best)
             left = left[len(self.pieces[best]) :]
         return ids
+
+    def chat(self, messages: Sequence[dict], **variables) -> str:
+        return "\n".join(f"{m['role']}, {m['content']}" for m in messages) + "\n"
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = [i for i in token_ids if not (skip_special_tokens and i in self.special)]
@@ -140,25 +146,15 @@ class FakeStream:
     def __init__(self, tokenizer: FakeTokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._left = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return "".join([self._push(token_id) for token_id in token_ids])
-
-    def _push(self, token_id: int) -> str:
-        if self._skip and token_id in self._tokenizer.special:
-            return ""
-        self._left += self._tokenizer.pieces[token_id]
-        try:
-            text = self._left.decode()
-        except UnicodeDecodeError:
-            return ""
-        self._left = b""
-        return text
+        skipped = self._tokenizer.special if self._skip else ()
+        pieces = [self._tokenizer.pieces[i] for i in token_ids if i not in skipped]
+        return self._decoder.decode(b"".join(pieces))
 
     def finish(self) -> str:
-        text, self._left = self._left.decode("utf-8", "replace"), b""
-        return text
+        return self._decoder.decode(b"", final=True)
 
 
 LETTERS = [bytes([c]) for c in b"abcdefghijklmnopqrstuvwxyz .,\n"]

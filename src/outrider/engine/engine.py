@@ -15,6 +15,7 @@ from outrider.engine.output import TokenizerLike
 from outrider.engine.request import Request, RequestGroup, Status
 from outrider.engine.scheduler import Schedule, Scheduler
 from outrider.engine.speculation import Proposal, SourcePlan, Speculation
+from outrider.engine.tenancy import tenancy_of
 from outrider.engine.times import StepTimes
 from outrider.engine.verification import MatchingVerifier, NewTokens, Verifier
 from outrider.errors import ConfigError
@@ -80,7 +81,9 @@ class Engine:
         self._groups: dict[str, RequestGroup] = {}
         self._chunks: list[StreamChunk] = []
         self._token_texts: dict[int, str] = {}
-        target.allocate_kv(num_pages)
+        self._tenancy = tenancy_of(target)
+        self._tenant = object()  # stands for this engine, without keeping it alive
+        self._tenancy.take(target, self._tenant, num_pages)
         for source in self.speculation.sources:
             source.bind(target, tokenizer, max_num_seqs)
 
@@ -110,6 +113,10 @@ class Engine:
         self._groups[request_id] = group
         for choice in group.choices:
             self.scheduler.add(choice)
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `add_request` would raise, and queue nothing."""
+        self._intake.check(prompt_token_ids, params)
 
     def abort(self, request_id: str) -> None:
         """End a request now; nothing happens when it is unknown or finished."""
@@ -143,8 +150,11 @@ class Engine:
         assert set(self.arena.owners) == running, (self.arena.owners, running)
 
     def _schedule(self) -> Schedule:
+        lost: list[Request] = []
+        if not self._tenancy.take(self.target, self._tenant, self.arena.num_pages):
+            lost = self.scheduler.preempt_all()
         schedule = self.scheduler.schedule()
-        for request in schedule.preempted:
+        for request in [*lost, *schedule.preempted]:
             self._release(request.request_id)
         self.times.lap("schedule")
         return schedule

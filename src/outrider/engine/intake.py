@@ -41,8 +41,7 @@ class Intake:
             PromptError: empty, too long for the context, or ids outside the vocabulary.
             SamplingError: ids outside the vocabulary, or stop strings without a tokenizer.
         """
-        ids = self.check_prompt(prompt_token_ids)
-        self._check_params(params)
+        ids = self.check(prompt_token_ids, params)
         group = RequestGroup(request_id, prompt, ids.tolist(), params)
         group.metrics.arrival_time = perf_counter()
         if self.is_speculative:
@@ -52,8 +51,16 @@ class Intake:
             group.choices.append(self._choice(group, index, ids, predicted, seed))
         return group
 
-    def check_prompt(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The prompt as int32 [n], or PromptError."""
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+        """The prompt as int32 [n], if all is well; raises as `admit` does."""
+        check_against_vocab(params, self.vocab_size, self.eos_token_ids)
+        if params.stop_strings and self.tokenizer is None:
+            raise SamplingError(
+                f"stop strings {params.stop_strings} need a tokenizer, the engine has none"
+            )
+        return self._check_prompt(token_ids)
+
+    def _check_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
         if len(token_ids) == 0:
             raise PromptError("the prompt is empty; at least one token is needed")
         ids = np.asarray(token_ids)
@@ -71,13 +78,6 @@ class Intake:
                 f"{self.max_model_len}, of which at least one is for the output"
             )
         return ids.astype(np.int32)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        check_against_vocab(params, self.vocab_size, self.eos_token_ids)
-        if params.stop_strings and self.tokenizer is None:
-            raise SamplingError(
-                f"stop strings {params.stop_strings} need a tokenizer, the engine has none"
-            )
 
     def _choice(
         self,

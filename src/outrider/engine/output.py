@@ -12,7 +12,6 @@ from typing import Protocol
 from outrider.results import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams
 
-
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character
 
 

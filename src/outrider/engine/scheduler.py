@@ -83,6 +83,13 @@ class Scheduler:
             self._admit(schedule, budget)
         return schedule
 
+    def preempt_all(self) -> list[Request]:
+        """Requeue every running request, the oldest at the front: the target lost their KV."""
+        preempted = self.running[::-1]
+        for request in preempted:
+            self._preempt(request)
+        return preempted
+
     def _schedule_decoding(self, schedule: Schedule) -> None:
         index = 0
         while index < len(self.running):

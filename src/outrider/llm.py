@@ -1,0 +1,365 @@
+"""The offline API, with vLLM's names: `LLM(...).generate(prompts, SamplingParams(...))`."""
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from outrider.drafting.build import SpeculativeConfig, build_sources, split_rule
+from outrider.engine.engine import Engine
+from outrider.engine.verification import make_verifier
+from outrider.errors import PromptError, SamplingError
+from outrider.results import RequestOutput, StreamChunk
+from outrider.sampling_params import SamplingParams
+from outrider.target.base import PAGE_SIZE, Target
+from outrider.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
+Message: TypeAlias = Mapping[str, Any]  # {"role": …, "content": …}
+Conversation: TypeAlias = Sequence[Message]
+ParamsLike: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+KV_SHARE = 0.25  # of the free memory that KV may take unless told otherwise
+PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+
+
+@dataclass(slots=True)
+class _Submission:
+    """One prompt, checked and tokenised."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    text: str | None = None
+    prediction: list[int] | None = None
+
+
+class LLM:
+    """A target with its draft sources, for use from one thread.
+
+    Args:
+        model: name, directory or GGUF file; None for the default target.
+        tokenizer: name or directory of another tokenizer than the model's own, or a `Tokenizer`.
+        dtype: "auto", "bfloat16" or "float32".
+        speculative_config: who drafts: "auto", vLLM's object, a list of objects and sources, a
+            `DraftSource`, or None for plain decoding.
+        max_model_len: longest text of prompt and output; default: the model's own limit.
+        max_num_seqs: requests decoded at the same time.
+        max_num_batched_tokens: rows of one forward.
+        kv_cache_tokens: room of the KV cache; default: full length for all requests, within a
+            quarter of the free memory.
+        seed: makes requests without a seed of their own repeatable.
+        deterministic: a token does not depend on what shares its forward, so that speculative
+            text is plain text even in bf16; None: where the target can.
+        device: "auto", "cpu" or "cuda".
+        num_threads: CPU threads; default: as torch has it.
+        target: a target that is already loaded, instead of `model`.
+
+    Raises:
+        ModelError: the model is unknown or cannot be run exactly; the message says why.
+        ConfigError: an unknown key or value in the speculative config, or a bad size.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        dtype: str = "auto",
+        speculative_config: SpeculativeConfig = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        kv_cache_tokens: int | None = None,
+        seed: int | None = None,
+        deterministic: bool | None = None,
+        device: str = "auto",
+        num_threads: int | None = None,
+        target: Target | None = None,
+    ) -> None:
+        if num_threads is not None:
+            _set_num_threads(num_threads)
+        config, rule = split_rule(speculative_config)
+        if target is None:
+            from outrider.target.load import load_target
+
+            target, tokenizer = load_target(
+                model,
+                dtype=dtype,
+                device=device,
+                max_model_len=max_model_len,
+                deterministic=deterministic,
+                tokenizer=tokenizer,
+            )
+        self.target: Target = target
+        self.tokenizer: Any = tokenizer  # a Tokenizer, or anything with its methods
+        eos_token_ids = _eos_token_ids(target, tokenizer)
+        if kv_cache_tokens is None:
+            kv_cache_tokens = _default_kv_tokens(target, max_num_seqs, max_model_len)
+        self.engine = Engine(
+            target,
+            build_sources(config, _draft_model_loader(dtype, device)),
+            verifier=make_verifier(rule, eos_token_ids),
+            tokenizer=self.tokenizer,
+            eos_token_ids=eos_token_ids,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_tokens=kv_cache_tokens,
+            max_model_len=max_model_len,
+            seed=seed,
+        )
+        self._ids = itertools.count()
+        self._mailboxes: dict[str, deque[StreamChunk]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: ParamsLike = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts; results are in the order of the prompts.
+
+        Args:
+            prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
+            sampling_params: one for all, or one per prompt; default: `SamplingParams()`.
+            use_tqdm: show progress.
+
+        Raises:
+            PromptError: a prompt is empty, too long, of a wrong type, or has unknown ids.
+            SamplingError: as many parameters as prompts were expected, or ids are unknown.
+        """
+        is_one = isinstance(prompts, str | Mapping)
+        listed = [prompts] if is_one else _as_list(prompts, "prompts")
+        params = _params_for(len(listed), sampling_params)
+        submissions = [self._read_prompt(*pair) for pair in zip(listed, params, strict=True)]
+        return self._run(submissions, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: ParamsLike = None,
+        use_tqdm: bool = False,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or a list of conversations.
+
+        Raises:
+            PromptError: the model has no chat template, or the template refuses a conversation.
+        """
+        listed = _as_list(messages, "messages")
+        conversations: list[Any] = [listed] if _is_conversation(listed) else listed
+        params = _params_for(len(conversations), sampling_params)
+        variables = {"tools": tools, **(chat_template_kwargs or {})}
+        submissions = [
+            self._read_conversation(*pair, variables)
+            for pair in zip(conversations, params, strict=True)
+        ]
+        return self._run(submissions, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None
+    ) -> Generator[StreamChunk, None, None]:
+        """Chunks of one answer as they come; their joined text is what `generate` gives.
+
+        Bad input raises here, not at the first chunk. Closing the generator aborts the request.
+        """
+        params = _params_for(1, sampling_params)[0]
+        if isinstance(prompt, str | Mapping):
+            submission = self._read_prompt(prompt, params)
+        else:
+            submission = self._read_conversation(_as_list(prompt, "a prompt"), params, {})
+        self.engine.check(submission.token_ids, params)
+        return self._stream(submission)
+
+    def _stream(self, submission: _Submission) -> Generator[StreamChunk, None, None]:
+        with self._submitted([submission]) as (request_id,):
+            mailbox = self._mailboxes[request_id]
+            while True:
+                while not mailbox:
+                    self._step()
+                chunk = mailbox.popleft()
+                yield chunk
+                if chunk.result is not None:
+                    return
+
+    def _run(self, submissions: Sequence[_Submission], use_tqdm: bool) -> list[RequestOutput]:
+        for submission in submissions:
+            self.engine.check(submission.token_ids, submission.params)
+        results: dict[str, RequestOutput] = {}
+        with (
+            self._submitted(submissions) as request_ids,
+            _progress(len(request_ids), use_tqdm) as bar,
+        ):
+            while len(results) < len(request_ids):
+                self._step()
+                for request_id in request_ids:
+                    mailbox = self._mailboxes[request_id]
+                    while mailbox:
+                        result = mailbox.popleft().result
+                        if result is not None:
+                            results[request_id] = result
+                            bar()
+        return [results[request_id] for request_id in request_ids]
+
+    @contextmanager
+    def _submitted(self, submissions: Sequence[_Submission]) -> Iterator[list[str]]:
+        """Requests under way; whatever happens inside, none of them outlives the block."""
+        request_ids = [str(next(self._ids)) for _ in submissions]
+        try:
+            for request_id, submission in zip(request_ids, submissions, strict=True):
+                self._mailboxes[request_id] = deque()
+                self.engine.add_request(
+                    request_id,
+                    submission.token_ids,
+                    submission.params,
+                    prompt=submission.text,
+                    prediction=submission.prediction,
+                )
+            yield request_ids
+        finally:
+            for request_id in request_ids:
+                self.engine.abort(request_id)
+                self._mailboxes.pop(request_id, None)
+
+    def _step(self) -> None:
+        for chunk in self.engine.step():
+            mailbox = self._mailboxes.get(chunk.request_id)
+            if mailbox is not None:  # None: an aborted request nobody listens to
+                mailbox.append(chunk)
+
+    def _read_prompt(self, prompt: Any, params: SamplingParams) -> _Submission:
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, Mapping):
+            raise PromptError(
+                f'a prompt must be text, {{"prompt": text}} or {{"prompt_token_ids": ids}}, '
+                f"got {prompt!r:.80}"
+            )
+        given = PROMPT_KEYS & prompt.keys()
+        if not given or prompt.keys() - PROMPT_KEYS:
+            raise PromptError(
+                f'a prompt needs "prompt" or "prompt_token_ids" and nothing else, '
+                f"got the keys {sorted(prompt)}"
+            )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None:
+            ids = self._encode(text, "the prompt", True)
+        return _Submission(ids, params, text, self._prediction(params))
+
+    def _read_conversation(
+        self, messages: Any, params: SamplingParams, variables: Mapping[str, Any]
+    ) -> _Submission:
+        if self.tokenizer is None:
+            raise PromptError("a conversation needs a tokenizer, this LLM was made without one")
+        if not _is_conversation(messages):
+            raise PromptError(
+                f'a conversation must be a list of {{"role": …, "content": …}}, '
+                f"got {messages!r:.80}"
+            )
+        text = self.tokenizer.chat([dict(message) for message in messages], **variables)
+        ids = self._encode(text, "the conversation", False)
+        return _Submission(ids, params, text, self._prediction(params))
+
+    def _prediction(self, params: SamplingParams) -> list[int] | None:
+        if params.prediction is None:
+            return None
+        if isinstance(params.prediction, str):
+            return self._encode(params.prediction, "the prediction", False)
+        return list(params.prediction)
+
+    def _encode(self, text: Any, what: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise PromptError(f"{what} must be text, got {text!r:.80}")
+        if self.tokenizer is None:
+            raise PromptError(f"{what} is text, and this LLM was made without a tokenizer")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _as_list(values: Any, name: str) -> list[Any]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise PromptError(f"{name} must be a list, got {values!r:.80}")
+    return list(values)
+
+
+def _is_conversation(messages: Any) -> bool:
+    return (
+        isinstance(messages, Sequence)
+        and len(messages) > 0
+        and all(isinstance(message, Mapping) for message in messages)
+    )
+
+
+def _params_for(count: int, params: ParamsLike) -> list[SamplingParams]:
+    """One per prompt."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise SamplingError(
+            f"sampling_params must be SamplingParams or a list of them, got {params!r:.80}"
+        )
+    if len(params) != count:
+        raise SamplingError(f"{count} prompts need {count} sampling_params, got {len(params)}")
+    return list(params)
+
+
+def _eos_token_ids(target: Target, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text: the model's own list, else the tokenizer's."""
+    ids = getattr(target, "eos_token_ids", None)
+    if ids is None and tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids = (tokenizer.eos_token_id,)
+    return tuple(ids or ())
+
+
+def _draft_model_loader(dtype: str, device: str) -> Any:
+    def load(name: str) -> tuple[Target, object | None]:
+        from outrider.target.load import load_target
+
+        return load_target(name, dtype=dtype, device=device)
+
+    return load
+
+
+def _default_kv_tokens(target: Target, max_num_seqs: int, max_model_len: int | None) -> int:
+    """Full length for every request, within a share of the free memory, but one full text."""
+    length = min(max_model_len or target.max_model_len, target.max_model_len)
+    affordable = int(KV_SHARE * _free_bytes(target.device)) // max(1, target.kv_bytes_per_token)
+    return max(length, PAGE_SIZE, min(max_num_seqs * length, affordable))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _set_num_threads(num_threads: int) -> None:
+    from outrider.native import library
+
+    torch.set_num_threads(num_threads)
+    lib = library()
+    if lib is not None:
+        lib.outrider_set_num_threads(num_threads)
+
+
+@contextmanager
+def _progress(total: int, is_shown: bool) -> Iterator[Any]:
+    """A function to call for every finished prompt."""
+    if not is_shown:
+        yield lambda: None
+        return
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    with Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
+    ) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda: bar.advance(task)
