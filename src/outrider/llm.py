@@ -18,7 +18,6 @@ from outrider.errors import PromptError, SamplingError
 from outrider.results import RequestOutput, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
-from outrider.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
 Message: TypeAlias = Mapping[str, Any]  # {"role": …, "content": …}
@@ -44,7 +43,7 @@ class LLM:
 
     Args:
         model: name, directory or GGUF file; None for the default target.
-        tokenizer: name or directory of another tokenizer than the model's own, or a `Tokenizer`.
+        tokenizer: another tokenizer than the model's own: a name, a directory or a `Tokenizer`.
         dtype: "auto", "bfloat16" or "float32".
         speculative_config: who drafts: "auto", vLLM's object, a list of objects and sources, a
             `DraftSource`, or None for plain decoding.
@@ -58,7 +57,8 @@ class LLM:
             text is plain text even in bf16; None: where the target can.
         device: "auto", "cpu" or "cuda".
         num_threads: CPU threads; default: as torch has it.
-        target: a target that is already loaded, instead of `model`.
+        target: a target that is already loaded, instead of `model`; `tokenizer` is then an object.
+        eos_token_ids: what ends a text; default: the model's own, with `target` the tokenizer's.
 
     Raises:
         ModelError: the model is unknown or cannot be run exactly; the message says why.
@@ -69,7 +69,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        tokenizer: str | Path | Tokenizer | None = None,
+        tokenizer: Any = None,
         dtype: str = "auto",
         speculative_config: SpeculativeConfig = "auto",
         max_model_len: int | None = None,
@@ -81,6 +81,7 @@ class LLM:
         device: str = "auto",
         num_threads: int | None = None,
         target: Target | None = None,
+        eos_token_ids: Sequence[int] | None = None,
     ) -> None:
         if num_threads is not None:
             _set_num_threads(num_threads)
@@ -88,25 +89,24 @@ class LLM:
         if target is None:
             from outrider.target.load import load_target
 
-            target, tokenizer = load_target(
-                model,
-                dtype=dtype,
-                device=device,
-                max_model_len=max_model_len,
-                deterministic=deterministic,
-                tokenizer=tokenizer,
+            target, loaded = load_target(
+                model, dtype, device, max_model_len, deterministic, tokenizer
             )
+            tokenizer = loaded.tokenizer
+            eos_token_ids = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
+        elif eos_token_ids is None and tokenizer is not None:
+            eos_token_ids = [i for i in (tokenizer.eos_token_id,) if i is not None]
         self.target: Target = target
         self.tokenizer: Any = tokenizer  # a Tokenizer, or anything with its methods
-        eos_token_ids = _eos_token_ids(target, tokenizer)
+        self.eos_token_ids = tuple(eos_token_ids or ())
         if kv_cache_tokens is None:
             kv_cache_tokens = _default_kv_tokens(target, max_num_seqs, max_model_len)
         self.engine = Engine(
             target,
             build_sources(config, _draft_model_loader(dtype, device)),
-            verifier=make_verifier(rule, eos_token_ids),
+            verifier=make_verifier(rule, self.eos_token_ids),
             tokenizer=self.tokenizer,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_tokens=kv_cache_tokens,
@@ -311,19 +311,12 @@ def _params_for(count: int, params: ParamsLike) -> list[SamplingParams]:
     return list(params)
 
 
-def _eos_token_ids(target: Target, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a text: the model's own list, else the tokenizer's."""
-    ids = getattr(target, "eos_token_ids", None)
-    if ids is None and tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids = (tokenizer.eos_token_id,)
-    return tuple(ids or ())
-
-
 def _draft_model_loader(dtype: str, device: str) -> Any:
     def load(name: str) -> tuple[Target, object | None]:
         from outrider.target.load import load_target
 
-        return load_target(name, dtype=dtype, device=device)
+        target, loaded = load_target(name, dtype, device)
+        return target, loaded.tokenizer
 
     return load
 
