@@ -2,8 +2,7 @@
 //
 // A row of 49,152 logits is read about twice: once for the maximum, once for exp and the
 // candidates, tokens that can still be in the nucleus. The exact border of top-k and top-p is
-// found among the candidates by splitting them at a pivot, so each pass reads about half of the
-// last. Noise is a hash of (key, position, id); a token can only win if the hash alone, a lower
+// found among the candidates (border.h). Noise is a hash of (key, position, id); a token can only win if the hash alone, a lower
 // bound of its exponential variate, is below its share, so logarithms are taken for a few dozen
 // tokens per row and not for the vocabulary.
 //
@@ -12,21 +11,17 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
+#include "border.h"
 #include "pool.h"
 #include "vec.h"
 
 namespace outrider {
 namespace {
 
-constexpr float kNever = -INFINITY;
-constexpr long kLanes = 16;
-constexpr long kSpan = 64 * kLanes;  // floats summed in single precision before going to double
-constexpr long kSmall = 32;          // so few candidates are sorted
-
 typedef uint64_t u64x8 __attribute__((vector_size(64)));
-typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
 // The layout of ROW in sampling.py.
 struct Row {
@@ -37,13 +32,6 @@ struct Row {
     double top_p;
     double min_p;
     int64_t top_k;  // 0: all
-};
-
-struct Buffer {
-    std::vector<float> x, w;
-    void fit(long n) {
-        if (long(x.size()) < n + kLanes) x.resize(n + kLanes), w.resize(n + kLanes);
-    }
 };
 
 struct Scratch {
@@ -61,62 +49,6 @@ Scratch &scratch() {
     thread_local Scratch s;
     return s;
 }
-
-// ---- sixteen lanes with a mask --------------------------------------------------------------
-
-inline uint32_t mask_of(i32x16 lanes) {
-#if defined(__AVX512DQ__)
-    return _mm512_movepi32_mask((__m512i)lanes);
-#else
-    uint32_t mask = 0;
-    for (int i = 0; i < kLanes; i++) mask |= uint32_t(lanes[i] & 1) << i;
-    return mask;
-#endif
-}
-
-// Writes the lanes in mask one after the other (and may write up to `to + 16`); returns how many.
-template <class T, class V>
-inline long compress(T *to, V v, uint32_t mask) {
-#if defined(__AVX512F__)
-    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(__mmask16(mask), (__m512i)v));
-    return __builtin_popcount(mask);
-#else
-    long n = 0;
-    for (int i = 0; i < kLanes; i++) {
-        to[n] = v[i];
-        n += mask >> i & 1;
-    }
-    return n;
-#endif
-}
-
-// Lanes past the end read as `filler`.
-inline f32x16 load_part(const float *p, long n, float filler) {
-    if (n >= kLanes) return load(p);
-    f32x16 v = splat(filler);
-    for (long i = 0; i < n; i++) v[i] = p[i];
-    return v;
-}
-
-// A sum in a fixed order: single precision over a short span, double over the spans.
-struct Sum {
-    f32x16 lanes{};
-    double total = 0;
-    int n = 0;
-    void add(f32x16 v) {
-        lanes += v;
-        if (++n == kSpan / kLanes) flush();
-    }
-    void flush() {
-        total += double(reduce_add(lanes));
-        lanes = f32x16{};
-        n = 0;
-    }
-    double value() {
-        flush();
-        return total;
-    }
-};
 
 // ---- the largest logit ----------------------------------------------------------------------
 
@@ -141,72 +73,6 @@ Top find_top(const float *x, long n) {
     top.id = int32_t(span);
     while (x[top.id] != top.value) top.id++;
     return top;
-}
-
-// ---- the border of top-k and top-p ----------------------------------------------------------
-
-float smallest_border(const float *x, const float *w, long n, double missing) {
-    int order[kSmall];
-    for (int i = 0; i < n; i++) order[i] = i;
-    std::sort(order, order + n, [&](int i, int j) { return x[i] > x[j]; });
-    double mass = 0;
-    for (long i = 0; i < n; i++) {
-        mass += w[order[i]];
-        bool last_of_equals = i + 1 == n || x[order[i + 1]] != x[order[i]];
-        if (last_of_equals && mass >= missing) return x[order[i]];
-    }
-    return x[order[n - 1]];
-}
-
-struct Parts {
-    double high_mass;
-    long high, low;  // sizes
-};
-
-// Splits (x, w) into x >= pivot and the rest. `high` may be the input itself.
-Parts split(const float *x, const float *w, long n, float pivot, Buffer &high, Buffer &low) {
-    Parts parts{0, 0, 0};
-    Sum mass;
-    for (long i = 0; i < n; i += kLanes) {
-        f32x16 vx = load_part(x + i, n - i, kNever), vw = load_part(w + i, n - i, 0);
-        i32x16 above = vx >= pivot;
-        mass.add(above ? vw : f32x16{});
-        uint32_t mask = mask_of(above), valid = n - i >= kLanes ? 0xffff : (1u << (n - i)) - 1;
-        compress(high.w.data() + parts.high, vw, mask);
-        compress(low.w.data() + parts.low, vw, valid & ~mask);
-        parts.high += compress(high.x.data() + parts.high, vx, mask);
-        parts.low += compress(low.x.data() + parts.low, vx, valid & ~mask);
-    }
-    parts.high_mass = mass.value();
-    return parts;
-}
-
-// The largest t among x for which the weights of {x >= t} reach `target`; the smallest x where
-// none does. Halves the range of values until few are left, so equal values end it too.
-float find_border(const float *x, const float *w, long n, double target, Scratch &s) {
-    double missing = target;  // less what is known to be above the range
-    Buffer *high = &s.a, *low = &s.b;
-    while (n > kSmall) {
-        f32x16 vmin = splat(INFINITY), vmax = splat(kNever);
-        for (long i = 0; i < n; i += kLanes) {
-            vmin = -max(-load_part(x + i, n - i, INFINITY), -vmin);
-            vmax = max(load_part(x + i, n - i, kNever), vmax);
-        }
-        float least = -reduce_max(-vmin), most = reduce_max(vmax);
-        if (least == most) return least;
-        float pivot = 0.5f * least + 0.5f * most;
-        if (!(pivot > least)) pivot = most;
-        Parts parts = split(x, w, n, pivot, *high, *low);
-        if (parts.high_mass >= missing) {
-            n = parts.high;
-        } else {
-            missing -= parts.high_mass;
-            n = parts.low;
-            std::swap(high, low);
-        }
-        x = high->x.data(), w = high->w.data();
-    }
-    return smallest_border(x, w, n, missing);
 }
 
 // ---- the warped distribution ----------------------------------------------------------------
@@ -247,6 +113,7 @@ double gather(const float *x, long n, const Warp &warp, float floor, float cut, 
         count += compress(s.ids.data() + count, lane + int32_t(i), mask);
     }
     s.count = count;
+    std::fill_n(s.ids.begin() + count, kLanes, 0);  // race_candidates reads past the end
     return mass.value();
 }
 
@@ -261,8 +128,36 @@ double kept_mass(float border, const Scratch &s) {
     return mass.value();
 }
 
-bool has_border(const Row &row, long n) {
-    return row.top_p < 1.0 || (row.top_k > 0 && row.top_k < n);
+bool has_top_k(const Row &row, long n) { return row.top_k > 0 && row.top_k < n; }
+bool has_border(const Row &row, long n) { return row.top_p < 1.0 || has_top_k(row, n); }
+
+// A value that at least k logits reach: the k-th of the maxima of disjoint sets of logits.
+float top_k_cut(const float *x, long n, long k) {
+    std::vector<float> maxima((n + kSpan - 1) / kSpan * kLanes);
+    if (k > long(maxima.size())) return -FLT_MAX;
+    for (long start = 0; start < n; start += kSpan) {
+        f32x16 m = splat(kNever);
+        for (long i = start; i < std::min(n, start + kSpan); i += kLanes)
+            m = max(load_part(x + i, n - i, kNever), m);
+        store(maxima.data() + start / kSpan * kLanes, m);
+    }
+    std::nth_element(maxima.begin(), maxima.begin() + (k - 1), maxima.end(), std::greater<>());
+    return std::max(maxima[k - 1], -FLT_MAX);
+}
+
+float find_kth(long k, Scratch &s) {
+    if (long(s.ones.size()) < s.count + kLanes) s.ones.assign(s.count + kLanes, 1.0f);
+    return find_border(s.candidates.x.data(), s.ones.data(), s.count, double(k), double(s.count),
+                       s.a, s.b);
+}
+
+// Lowest logit that can be kept.
+float candidate_cut(const Row &row, long n, const Warp &warp) {
+    if (has_top_k(row, n)) return std::max(warp.border, top_k_cut(row.logits, n, row.top_k));
+    // The top weighs 1, so n tokens below (1 - top_p) / n weigh less than what top_p drops.
+    // (0.999: far more than rounding can do to either side.)
+    double least = std::log(0.999 * (1.0 - row.top_p) / double(n));
+    return std::max(warp.border, round_down(double(warp.top.value) + row.temperature * least));
 }
 
 // Applies min_p, then top_k, then top_p to what is left; equal logits at a border all stay.
@@ -271,33 +166,19 @@ Warp warp_row(const Row &row, long n, Top top, Scratch &s) {
     if (row.min_p > 0)
         warp.border = round_up(double(top.value) + row.temperature * std::log(row.min_p));
     if (!has_border(row, n)) return warp;
-    bool has_top_k = row.top_k > 0 && row.top_k < n;
-    float cut = warp.border;
-    if (!has_top_k) {
-        // The top weighs 1, so n tokens below (1 - top_p) / n weigh less than what top_p drops.
-        // (0.999: far more than rounding can do to either side.)
-        double least = std::log(0.999 * (1.0 - row.top_p) / double(n));
-        cut = std::max(cut, round_down(double(top.value) + row.temperature * least));
-    }
     s.fit(n);
-    double mass = gather(row.logits, n, warp, warp.border, cut, s);
-    if (has_top_k && s.count > row.top_k) {
-        if (long(s.ones.size()) < s.count + kLanes) s.ones.assign(s.count + kLanes, 1.0f);
-        warp.border = find_border(
-            s.candidates.x.data(), s.ones.data(), s.count, double(row.top_k), s);
-        mass = kept_mass(warp.border, s);
+    warp.mass = gather(row.logits, n, warp, warp.border, candidate_cut(row, n, warp), s);
+    float *x = s.candidates.x.data(), *w = s.candidates.w.data();
+    long count = s.count;
+    if (has_top_k(row, n) && count >= row.top_k) {
+        warp.border = find_kth(row.top_k, s);
+        Parts parts = split(x, w, count, warp.border, s.a, s.b);  // the rest takes no more part
+        x = s.a.x.data(), w = s.a.w.data(), count = parts.high, warp.mass = parts.high_mass;
     }
     if (row.top_p < 1.0) {
-        float *x = s.candidates.x.data(), *w = s.candidates.w.data();
-        long count = s.count;
-        if (has_top_k) {  // only what top_k kept takes part
-            Parts parts = split(x, w, s.count, warp.border, s.a, s.b);
-            x = s.a.x.data(), w = s.a.w.data(), count = parts.high;
-        }
-        if (count > 0) warp.border = find_border(x, w, count, row.top_p * mass, s);
-        mass = kept_mass(warp.border, s);
+        warp.border = find_border(x, w, count, row.top_p * warp.mass, warp.mass, s.a, s.b);
+        warp.mass = kept_mass(warp.border, s);
     }
-    warp.mass = mass;
     return warp;
 }
 
@@ -353,17 +234,17 @@ struct Race {
     }
 
     u32x16 high_halves(i32x16 ids) const {
-        typedef int32_t i32x8 __attribute__((vector_size(32)));
-        i32x8 half[2];
-        std::memcpy(half, &ids, sizeof ids);
-        u32x8 result[2];
-        for (int j = 0; j < 2; j++) {
-            u64x8 wide = __builtin_convertvector(__builtin_bit_cast(u32x8, half[j]), u64x8);
-            result[j] = __builtin_convertvector(splitmix(key + wide * kGolden) >> 32, u32x8);
-        }
-        u32x16 all;
-        std::memcpy(&all, result, sizeof all);
-        return all;
+#if defined(__AVX512DQ__)
+        const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        __m512i low = _mm512_cvtepu32_epi64(_mm512_castsi512_si256((__m512i)ids));
+        __m512i high = _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64((__m512i)ids, 1));
+        u64x8 first = splitmix(key + (u64x8)low * kGolden), second = splitmix(key + (u64x8)high * kGolden);
+        return (u32x16)_mm512_permutex2var_epi32((__m512i)first, odd, (__m512i)second);
+#else
+        u32x16 halves;
+        for (int i = 0; i < kLanes; i++) halves[i] = uint32_t(hash(key, uint64_t(ids[i])) >> 32);
+        return halves;
+#endif
     }
 
     // A token with uniform u has the variate -log(1 - u) >= u, and u >= (high half) / 2^32.
@@ -401,8 +282,8 @@ double race_row(Race &race, const float *x, long n) {
 void race_candidates(Race &race, const Scratch &s) {
     for (long i = 0; i < s.count; i += kLanes) {
         long n = s.count - i;
-        i32x16 ids{};
-        std::memcpy(&ids, s.ids.data() + i, std::min(n, kLanes) * sizeof(int32_t));
+        i32x16 ids;
+        std::memcpy(&ids, s.ids.data() + i, sizeof ids);
         f32x16 x = load_part(s.candidates.x.data() + i, n, kNever);
         race.run(x, load_part(s.candidates.w.data() + i, n, 0), ids);
     }
@@ -474,17 +355,15 @@ void logprobs_row(const float *x, long n, int32_t chosen, long count, int32_t *i
     Warp warp{top, -FLT_MAX, 1.0f, 0};
     Scratch &s = scratch();
     s.fit(n);
-    double total = count ? gather(x, n, warp, -FLT_MAX, -FLT_MAX, s) : total_weight(x, n, warp);
+    double total = count ? gather(x, n, warp, -FLT_MAX, top_k_cut(x, n, count), s)
+                         : total_weight(x, n, warp);
     double log_total = double(top.value) + std::log(total);
     ids[0] = chosen;
     values[0] = float(x[chosen] - log_total);
     *rank = rank_of(x, n, chosen);
     if (!count) return;
     float border = kNever;
-    if (s.count > count) {
-        if (long(s.ones.size()) < s.count + kLanes) s.ones.assign(s.count + kLanes, 1.0f);
-        border = find_border(s.candidates.x.data(), s.ones.data(), s.count, double(count), s);
-    }
+    if (s.count > count) border = find_kth(count, s);
     std::vector<int32_t> best;
     for (long i = 0; i < s.count; i++)
         if (s.candidates.x[i] >= border) best.push_back(s.ids[i]);

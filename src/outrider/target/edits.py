@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider.errors import SamplingError
 from outrider.sampling_params import SamplingParams
+from outrider.target.rows import RowGroup
 
 
 class TextCounts:
@@ -89,29 +90,9 @@ def check_against_vocab(
         )
 
 
-def needs_edits(params: SamplingParams, num_output_tokens: int) -> bool:
-    """Whether any row of a request that has this many output tokens has its logits edited."""
-    return bool(
-        params.min_tokens > num_output_tokens
-        or params.allowed_token_ids is not None
-        or params.banned_token_ids
-        or params.logit_bias
-        or params.has_penalties
-    )
-
-
-def edit_logits(
-    logits: np.ndarray,
-    params: SamplingParams,
-    token_ids: np.ndarray,
-    num_prompt_tokens: int,
-    draft_ids: Sequence[int],
-    parents: Sequence[int],
-    depths: Sequence[int],
-    eos_token_ids: Sequence[int],
-    counts: TextCounts | None,
-) -> None:
+def edit_logits(logits: np.ndarray, group: RowGroup) -> None:
     """Edit the rows of one request in place, float32 [n, V]: as in vLLM, and in its order."""
+    params = group.params
     vocab_size = logits.shape[1]
     if params.allowed_token_ids is not None:
         allowed = _columns(params.allowed_token_ids, vocab_size)
@@ -121,18 +102,17 @@ def edit_logits(
     if params.banned_token_ids:
         logits[:, _columns(params.banned_token_ids, vocab_size)] = -np.inf
     if params.logit_bias:
-        biased = {i: b for i, b in params.logit_bias.items() if 0 <= i < vocab_size}
+        biased = {i: bias for i, bias in params.logit_bias.items() if i < vocab_size}
         logits[:, list(biased)] += np.array(list(biased.values()), np.float32)
-    num_output_tokens = len(token_ids) - num_prompt_tokens
-    early = [r for r, depth in enumerate(depths) if num_output_tokens + depth < params.min_tokens]
-    if early:
-        stops = _columns(_stop_ids(params, eos_token_ids), vocab_size)
-        logits[np.ix_(early, stops)] = -np.inf
+    if params.min_tokens > group.num_output_tokens:
+        stops = _columns(_stop_ids(params, group.eos_token_ids), vocab_size)
+        for row, depth in enumerate(group.depths):
+            if group.num_output_tokens + depth < params.min_tokens:
+                logits[row, stops] = -np.inf
     if params.has_penalties:
-        if counts is None:
-            counts = TextCounts(params, num_prompt_tokens)
-        counts.extend(token_ids)
-        _penalise_rows(logits, params, counts, draft_ids, parents)
+        counts = group.counts or TextCounts(params, group.num_prompt_tokens)
+        counts.extend(group.token_ids)
+        _penalise_rows(logits, group, counts)
 
 
 def _stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> set[int]:
@@ -143,27 +123,21 @@ def _columns(token_ids: Sequence[int] | set[int], vocab_size: int) -> np.ndarray
     return np.array([i for i in token_ids if 0 <= i < vocab_size], np.int64)
 
 
-def _penalise_rows(
-    logits: np.ndarray,
-    params: SamplingParams,
-    counts: TextCounts,
-    draft_ids: Sequence[int],
-    parents: Sequence[int],
-) -> None:
+def _penalise_rows(logits: np.ndarray, group: RowGroup, counts: TextCounts) -> None:
     """Penalise the text's ids on all rows at once, then set right each row's ancestors."""
-    rows, ids, totals = _ancestor_counts(counts, draft_ids, parents, logits.shape[1])
+    rows, ids, totals = _ancestor_counts(group, counts, logits.shape[1])
     before = logits[rows, ids]
-    logits[:, counts.ids] = _penalised(logits[:, counts.ids], counts.counts, params)
-    logits[rows, ids] = _penalised(before, np.array(totals, np.float32), params)
+    logits[:, counts.ids] = _penalised(logits[:, counts.ids], counts.counts, group.params)
+    logits[rows, ids] = _penalised(before, np.array(totals, np.float32), group.params)
 
 
 def _ancestor_counts(
-    counts: TextCounts, draft_ids: Sequence[int], parents: Sequence[int], vocab_size: int
+    group: RowGroup, counts: TextCounts, vocab_size: int
 ) -> tuple[list[int], list[int], list[float]]:
     """(row, id, occurrences in output and path) for every id on the path to a row."""
     paths: list[dict[int, float]] = [{}]
-    for i, token_id in enumerate(draft_ids):
-        path = dict(paths[(parents[i] if parents else i - 1) + 1])
+    for i, token_id in enumerate(group.draft_ids):
+        path = dict(paths[(group.parents[i] if group.parents else i - 1) + 1])
         if 0 <= token_id < vocab_size:  # what lies below an impossible token is never used
             path[token_id] = path.get(token_id, counts.of(token_id)) + 1
         paths.append(path)

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outrider.sampling_params import SamplingParams
-from outrider.target.edits import TextCounts, edit_logits, needs_edits
+
+if TYPE_CHECKING:
+    from outrider.target.edits import TextCounts
 
 # One row for sampling; the struct `Row` of native/sample.cpp has the same layout.
 ROW = np.dtype(
@@ -38,7 +41,7 @@ class RowGroup:
     draft_ids: Sequence[int] = ()
     parents: Sequence[int] = ()  # draft index of each parent, -1 = the text; empty = chain
     eos_token_ids: Sequence[int] = ()
-    counts: TextCounts | None = None  # kept by the engine between steps; None: counted anew
+    counts: "TextCounts | None" = None  # kept by the engine between steps; None: counted anew
 
     @property
     def num_rows(self) -> int:
@@ -60,20 +63,14 @@ class RowGroup:
 
     @property
     def needs_edits(self) -> bool:
-        return needs_edits(self.params, self.num_output_tokens)
-
-    def edit(self, logits: np.ndarray) -> None:
-        """Apply the request's masks, bias and penalties in place, float32 [num_rows, V]."""
-        edit_logits(
-            logits,
-            self.params,
-            self.token_ids,
-            self.num_prompt_tokens,
-            self.draft_ids,
-            self.parents,
-            self.depths,
-            self.eos_token_ids,
-            self.counts,
+        """Whether the logits of any row are edited before sampling."""
+        params = self.params
+        return bool(
+            params.min_tokens > self.num_output_tokens
+            or params.allowed_token_ids is not None
+            or params.banned_token_ids
+            or params.logit_bias
+            or params.has_penalties
         )
 
     def fill(self, rows: np.ndarray) -> None:

@@ -22,7 +22,7 @@ import torch
 from outrider.native import library, pointer
 from outrider.results import Logprob
 from outrider.target import plain_sampling
-from outrider.target.edits import TextCounts, check_against_vocab
+from outrider.target.edits import TextCounts, check_against_vocab, edit_logits
 from outrider.target.noise import draft_noise_key, noise_key
 from outrider.target.rows import ROW, RowGroup
 
@@ -104,10 +104,8 @@ def raw_logprobs(
             pointer(logits), _long(logits.stride(0)), _long(num_rows), _long(vocab_size),
             pointer(chosen), _long(num_top), pointer(ids), pointer(values), pointer(ranks),
         )  # fmt: skip
-    return [
-        _logprob_dict(*row)
-        for row in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
-    ]
+    columns = (ids.tolist(), values.tolist(), ranks.tolist())
+    return [_logprob_dict(*row) for row in zip(*columns, strict=True)]
 
 
 def _logprob_dict(ids: list[int], values: list[float], rank: int) -> dict[int, Logprob]:
@@ -165,12 +163,12 @@ def _edited(
     """A copy of one group's rows with its edits applied, on the same device."""
     values = logits.detach().cpu().numpy().copy()
     if id_map is None:
-        group.edit(values)
+        edit_logits(values, group)
     else:
         # Edits speak of the target's ids: spread the columns out and bring them back.
         wide = np.full((len(values), int(id_map.max()) + 1), -np.inf, np.float32)
         wide[:, id_map] = values
-        group.edit(wide)
+        edit_logits(wide, group)
         values = np.ascontiguousarray(wide[:, id_map])
     return torch.from_numpy(values).to(logits.device)
 
