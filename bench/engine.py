@@ -39,6 +39,7 @@ from common import (
 
 from outrider import LLM, SamplingParams
 from outrider.cli.answers import decode_rate
+from outrider.cli.comparison import twin
 from outrider.engine.times import StepTimes
 from outrider.target.base import PAGE_SIZE, ForwardBatch
 
@@ -75,13 +76,7 @@ class Bench:
 
     @cached_property
     def speculative(self) -> LLM:
-        return self.twin(self.plain, "auto")
-
-    def twin(self, llm: LLM, speculative_config: Any) -> LLM:
-        """The same weights with other sources; only one of the two may hold requests."""
-        return LLM(
-            target=llm.target, tokenizer=llm.tokenizer, speculative_config=speculative_config
-        )
+        return twin(self.plain, "auto")
 
     def of_kind(self, chat: bool) -> list[BenchPrompt]:
         chosen = [prompt for prompt in self.prompts if (prompt.category == CHAT) == chat]
@@ -185,7 +180,7 @@ def deterministic_cost(bench: Bench) -> list[Row]:
     rows = []
     prompt = bench.of_kind(chat=False)[0]
     for kind, config in (("plain", None), ("speculative", "auto")):
-        pair = [bench.twin(llm, config) for llm in (fixed, free)]
+        pair = [twin(llm, config) for llm in (fixed, free)]
         for llm in pair:
             bench.rate(llm, prompt)
         rates = alternate(bench.rounds, *[lambda m=m: bench.rate(m, prompt) for m in pair])
@@ -368,13 +363,14 @@ def _transformers_rate(bench: Bench) -> Callable[[], float]:
     """Tokens per second of transformers' generate after its first token."""
     from time import perf_counter
 
-    from outrider.target.load import load
+    from outrider.target.load import load_model
 
-    model = load(bench.model).hf_model(torch.bfloat16)
+    model = load_model(bench.model, "bfloat16").hf_model()
     model.set_attn_implementation("sdpa")
     prompt = bench.of_kind(chat=True)[0]
-    token_ids = bench.plain.tokenizer.apply_chat_template(prompt.conversation)
-    input_ids = torch.tensor([token_ids])
+    tokenizer = bench.plain.tokenizer
+    text = tokenizer.chat(prompt.conversation)
+    input_ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
 
     class Clock:
         """Stands in for a streamer: the prompt comes first, then each token."""

@@ -22,6 +22,7 @@ import numpy as np
 from common import DEFAULT_PROMPTS, BenchPrompt, pin, provenance, read_prompts
 
 from outrider import LLM, SamplingParams
+from outrider.cli.comparison import twin
 from outrider.drafting.scripted import ScriptedSource
 from outrider.drafting.source import Draft, DraftContext
 
@@ -110,12 +111,8 @@ def _compare(
     conversations = [prompt.conversation for prompt in prompts]
     expected = plain.chat(conversations, params)
     reference = {_key(o.prompt_token_ids): o.outputs[0].token_ids for o in expected}
-    llm = LLM(
-        target=plain.target,
-        tokenizer=plain.tokenizer,
-        speculative_config=SOURCES[outcome.source](reference, draft_model),
-        max_num_seqs=outcome.batch,
-    )
+    config = SOURCES[outcome.source](reference, draft_model)
+    llm = twin(plain, config, max_num_seqs=outcome.batch)
     each = [params] * len(prompts)
     if outcome.source == "predicted":
         each = [replace(params, prediction=_edited(o.outputs[0].token_ids)) for o in expected]

@@ -98,7 +98,7 @@ class FakeLLM:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     llm = FakeLLM()
     monkeypatch.setattr(ModelOptions, "load", lambda self: llm)
-    monkeypatch.setattr("outrider.cli.compare.plain_twin", lambda _: FakeLLM(plain=True))
+    monkeypatch.setattr("outrider.cli.comparison.twin", lambda _: FakeLLM(plain=True))
     monkeypatch.setenv("COLUMNS", "100")
     return llm
 

@@ -72,13 +72,6 @@ def compare(
         console.print(overview(results))
 
 
-def plain_twin(llm: "LLM") -> "LLM":
-    """Plain decoding by the same weights; the two must not hold requests at the same time."""
-    from outrider.llm import LLM
-
-    return LLM(target=llm.target, tokenizer=llm.tokenizer, speculative_config=None)
-
-
 def measure(
     llm: "LLM", records: Sequence[PromptRecord], params: "SamplingParams", rounds: int, raw: bool
 ) -> list["Comparison"]:
@@ -86,11 +79,11 @@ def measure(
     from rich.progress import Progress
 
     from outrider.cli.answers import Dialogue
-    from outrider.cli.comparison import compare_prompt
+    from outrider.cli.comparison import compare_prompt, twin
     from outrider.cli.console import messages
 
     console = messages()
-    plain = plain_twin(llm)
+    plain = twin(llm)
     results = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("plain and speculative in turns", total=2 * rounds * len(records))

@@ -1,13 +1,14 @@
 """Plain against speculative decoding of the same prompts by one target."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.answers import Prompt, answer, decode_rate, speculative_json
 from outrider.cli.console import SourceSplitter, Span
 from outrider.results import RequestOutput, SpeculativeMetrics
+from outrider.target.base import PAGE_SIZE
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
@@ -100,6 +101,24 @@ class Comparison:
         }
 
 
+def twin(llm: "LLM", speculative_config: Any = None, max_num_seqs: int | None = None) -> "LLM":
+    """The same weights and KV room with other sources, or none.
+
+    The two share their KV memory: only one of them may hold requests at a time.
+    """
+    from outrider.llm import LLM
+
+    return LLM(
+        target=llm.target,
+        tokenizer=llm.tokenizer,
+        eos_token_ids=llm.eos_token_ids,
+        speculative_config=speculative_config,
+        max_model_len=llm.engine.max_model_len,
+        max_num_seqs=max_num_seqs or llm.engine.scheduler.max_requests,
+        kv_cache_tokens=llm.engine.arena.num_pages * PAGE_SIZE,
+    )
+
+
 def compare_prompt(
     plain: "LLM",
     speculative: "LLM",
@@ -117,8 +136,10 @@ def compare_prompt(
     result = Comparison(label, prompt if isinstance(prompt, str) else prompt[-1]["content"])
     sides = [(plain, result.plain), (speculative, result.speculative)]
     for number in range(rounds):
+        # A source that learns from finished outputs must not meet its own answer again.
+        asked = replace(params, owner=f"round {number}")
         for llm, side in sides if number % 2 == 0 else sides[::-1]:
-            side.outputs += answer(llm, [prompt], params)
+            side.outputs += answer(llm, [prompt], asked)
             done()
     reference = result.plain.token_ids
     for output in (*result.plain.outputs, *result.speculative.outputs):

@@ -26,8 +26,7 @@ def demo(
 ) -> None:
     """Five prompts of different kinds: the answers, who drafted each token, and the speed-up."""
     from outrider.cli.answers import Dialogue
-    from outrider.cli.compare import plain_twin
-    from outrider.cli.comparison import compare_prompt
+    from outrider.cli.comparison import compare_prompt, twin
     from outrider.cli.console import Colours, output
     from outrider.cli.demo_prompts import DEMO_PROMPTS
     from outrider.sampling_params import SamplingParams
@@ -35,7 +34,7 @@ def demo(
     console, colours = output(), Colours()
     started = perf_counter()
     llm = model.load()
-    plain = plain_twin(llm)
+    plain = twin(llm)
     _introduce(console, llm, perf_counter() - started)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     raw = llm.tokenizer.chat_template is None
