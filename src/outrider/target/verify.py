@@ -131,7 +131,7 @@ def accept_block(
 
 def _row(probs: torch.Tensor, i: int) -> np.ndarray:
     """One distribution, float64 [V]."""
-    return probs[i].detach().cpu().double().numpy()
+    return probs[i].detach().cpu().numpy().astype(np.float64)
 
 
 def _ratio(target: np.ndarray, drawn_from: np.ndarray | None, token_id: int) -> float:
