@@ -6,8 +6,16 @@
 namespace outrider {
 namespace {
 
-constexpr int kPagesPerSegment = kSegment / kPage;
 const float kNever = -std::numeric_limits<float>::infinity();
+
+// Keys of a run of pages follow each other in memory; values are asked for while their keys are
+// multiplied. Without both, a step over 512 tokens waits for memory half of its attention time.
+constexpr long kKeysAhead = 4 << 10;
+
+template <class E>
+void prefetch_page(const E *page, long elements) {
+    for (long i = 0; i < elements; i += 64 / long(sizeof(E))) __builtin_prefetch(page + i);
+}
 
 // A partial or folded result of one query: [maximum, sum, values...].
 void fold(float *into, const float *partial, int head_dim) {
@@ -86,129 +94,133 @@ void Attention<E>::run(long index, int thread, const LayerKV<E> &kv, const E *qu
     const AttentionPlan::Tile &tile = plan_.tiles[item.tile];
     Scratch &s = scratch_[thread];
     int group = shape_.group(), count = tile.rows * group;
-    const E *q = queries + (long(item.head) * batch_.rows + tile.row) * group * shape_.head_dim;
-    find_pages(s, tile, item.head, kv);
+    const E *mine = queries + (long(item.head) * batch_.rows + tile.row) * group * shape_.head_dim;
+    Job job{tile, kv, mine, item.head, count, window};
 
+    const long size = long(count) * stride();  // of one segment's partials
+    float *partials = partials_.data() + tile.slot * stride() + item.head * tile.segments * size;
     if (tile.split) {
-        float *mine = partials_.data() + (tile.slot + long(item.head) * tile.segments * count) * stride();
-        segment_partial(s, tile, item.segment, window, q, mine + long(item.segment) * count * stride());
+        segment_partial(s, job, item.segment, partials + item.segment * size);
         std::atomic<int> &done = done_[item.tile * shape_.kv_heads + item.head];
         if (done.fetch_add(1, std::memory_order_acq_rel) != tile.segments - 1) return;
-        for (int m = 0; m < count; m++) clear(&s.folded[m * stride()], shape_.head_dim);
-        for (int segment = 0; segment < tile.segments; segment++)
-            for (int m = 0; m < count; m++)
-                fold(&s.folded[m * stride()], mine + (long(segment) * count + m) * stride(), shape_.head_dim);
-    } else {
-        for (int m = 0; m < count; m++) clear(&s.folded[m * stride()], shape_.head_dim);
-        for (int segment = 0; segment < tile.segments; segment++) {
-            segment_partial(s, tile, segment, window, q, s.partial.data());
-            for (int m = 0; m < count; m++)
-                fold(&s.folded[m * stride()], &s.partial[m * stride()], shape_.head_dim);
-        }
+    }
+    for (int m = 0; m < count; m++) clear(&s.folded[m * stride()], shape_.head_dim);
+    for (int segment = 0; segment < tile.segments; segment++) {
+        float *partial = tile.split ? partials + segment * size : s.partial.data();
+        if (!tile.split) segment_partial(s, job, segment, partial);
+        for (int m = 0; m < count; m++)
+            fold(&s.folded[m * stride()], partial + m * stride(), shape_.head_dim);
     }
     finish(tile, item.head, s.folded.data(), out);
 }
 
-// Where each page of the tile's text lies: in the arena, or for a tree in a tail built here.
 template <class E>
-void Attention<E>::find_pages(Scratch &s, const AttentionPlan::Tile &tile, int head,
-                              const LayerKV<E> &kv) {
-    int last = batch_.positions[tile.row + tile.rows - 1] / kPage;
-    const int *pages = batch_.pages + batch_.page_offsets[tile.request];
-    s.key_pages.resize(last + 1);
-    s.value_pages.resize(last + 1);
-    int tail = batch_.is_tree[tile.request] ? batch_.context_lens[tile.request] / kPage : last + 1;
-    for (int j = 0; j < std::min(tail, last + 1); j++) {
-        s.key_pages[j] = kv.key_page(head, pages[j], shape_);
-        s.value_pages[j] = kv.value_page(head, pages[j], shape_);
+typename Attention<E>::Span Attention<E>::visible_pages(const Job &job, int segment) const {
+    int newest = batch_.positions[job.tile.row + job.tile.rows - 1];
+    int oldest = job.window ? std::max(0, batch_.positions[job.tile.row] - job.window + 1) : 0;
+    return {std::max(segment * kPagesPerSegment, oldest / kPage),
+            std::min((segment + 1) * kPagesPerSegment, newest / kPage + 1)};
+}
+
+// Where the pages of a span lie: in the arena, or for a tree's own part in a tail built here.
+template <class E>
+void Attention<E>::find_pages(Scratch &s, const Job &job, Span span) {
+    const int request = job.tile.request, *pages = batch_.pages + batch_.page_offsets[request];
+    int tail = batch_.is_tree[request] ? batch_.context_lens[request] / kPage : span.end;
+    for (int j = span.first; j < std::min(tail, span.end); j++) {
+        s.key_pages[j - span.first] = job.kv.key_page(job.head, pages[j], shape_);
+        s.value_pages[j - span.first] = job.kv.value_page(job.head, pages[j], shape_);
     }
-    if (batch_.is_tree[tile.request]) build_tail(s, tile.request, tile.row, head, kv);
+    if (tail < span.end) build_tail(s, job, span, std::max(tail, span.first));
 }
 
 // Pages in which a tree row finds its ancestors at the positions they have in its text.
 template <class E>
-void Attention<E>::build_tail(Scratch &s, int request, int row, int head, const LayerKV<E> &kv) {
-    int context = batch_.context_lens[request], first_row = batch_.row_starts[request];
-    int position = batch_.positions[row], first = context / kPage, count = position / kPage - first + 1;
-    const int *pages = batch_.pages + batch_.page_offsets[request];
-    std::vector<int> slot(position - first * kPage + 1);  // logical slot of each tail position
-    for (int p = first * kPage; p < context; p++) slot[p - first * kPage] = p;
-    for (int r = row - first_row, p = position; p >= context; p--) {
-        slot[p - first * kPage] = context + r;
-        r = batch_.parents[first_row + r];
-    }
-    long elements = shape_.page_elements();
-    s.tail_keys.assign(count * elements, E{});
-    s.tail_values.assign(count * elements, E{});
-    for (int i = 0; i < int(slot.size()); i++) {
-        long page = pages[slot[i] / kPage];
-        const E *keys = kv.key_page(head, page, shape_), *values = kv.value_page(head, page, shape_);
-        E *to_keys = &s.tail_keys[i / kPage * elements], *to_values = &s.tail_values[i / kPage * elements];
-        int from = slot[i] % kPage, to = i % kPage;
+void Attention<E>::build_tail(Scratch &s, const Job &job, Span span, int first_page) {
+    const int request = job.tile.request, *pages = batch_.pages + batch_.page_offsets[request];
+    const int context = batch_.context_lens[request], first_row = batch_.row_starts[request];
+    const int start = first_page * kPage, position = batch_.positions[job.tile.row];
+    const long elements = shape_.page_elements();
+    s.tail_keys.assign((span.end - first_page) * elements, E{});
+    s.tail_values.assign((span.end - first_page) * elements, E{});
+    for (int row = job.tile.row - first_row, at = position; at >= start; at--) {
+        int slot = at >= context ? context + row : at;
+        if (at >= context) row = batch_.parents[first_row + row];
+        if (at >= span.end * kPage) continue;
+        const E *keys = job.kv.key_page(job.head, pages[slot / kPage], shape_);
+        const E *values = job.kv.value_page(job.head, pages[slot / kPage], shape_);
+        E *to_keys = &s.tail_keys[(at - start) / kPage * elements];
+        E *to_values = &s.tail_values[(at - start) / kPage * elements];
         for (int d = 0; d < shape_.head_dim; d++) {
-            to_keys[tile_index(keys, d, to)] = keys[tile_index(keys, d, from)];
             long tile = long(d / kLanes) * kLanes * kPage;
-            to_values[tile + tile_index(values, to, d % kLanes)] =
-                values[tile + tile_index(values, from, d % kLanes)];
+            to_keys[tile_index(keys, d, at % kPage)] = keys[tile_index(keys, d, slot % kPage)];
+            to_values[tile + tile_index(values, at % kPage, d % kLanes)] =
+                values[tile + tile_index(values, slot % kPage, d % kLanes)];
         }
     }
-    for (int j = 0; j < count; j++) {
-        s.key_pages[first + j] = &s.tail_keys[j * elements];
-        s.value_pages[first + j] = &s.tail_values[j * elements];
+    for (int j = first_page; j < span.end; j++) {
+        s.key_pages[j - span.first] = &s.tail_keys[(j - first_page) * elements];
+        s.value_pages[j - span.first] = &s.tail_values[(j - first_page) * elements];
     }
 }
 
 template <class E>
-void Attention<E>::segment_partial(Scratch &s, const AttentionPlan::Tile &tile, int segment, int window,
-                                   const E *queries, float *partial) {
-    int group = shape_.group(), count = tile.rows * group, dim = shape_.head_dim;
-    int last_position = batch_.positions[tile.row + tile.rows - 1];
-    int first_visible = window ? std::max(0, batch_.positions[tile.row] - window + 1) : 0;
-    int first = std::max(segment * kPagesPerSegment, first_visible / kPage);
-    int end = std::min((segment + 1) * kPagesPerSegment, last_position / kPage + 1);
+void Attention<E>::segment_partial(Scratch &s, const Job &job, int segment, float *partial) {
+    const int count = job.count, dim = shape_.head_dim;
+    const Span span = visible_pages(job, segment);
     for (int m = 0; m < count; m++) clear(partial + m * stride(), dim);
-    if (first >= end) return;
+    if (span.first >= span.end) return;
+    find_pages(s, job, span);
 
-    for (int m = 0; m < count; m += kMaxRows)
-        for (int j = first; j < end; j++)
-            multiply(std::min(kMaxRows, count - m), 1, queries + long(m) * dim, dim, 0, &s.key_pages[j], 1,
-                     dim, &s.scores[m * kSegment + (j - first) * kPage], kSegment);
-
-    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int m = 0; m < count; m++) {
-        float *scores = &s.scores[m * kSegment];
-        int position = batch_.positions[tile.row + m / group];
-        int oldest = window ? position - window : -1;  // the newest position out of sight
-        f32x16 top = splat(kNever);
-        for (int j = first; j < end; j++) {
-            f32x16 score = load(scores + (j - first) * kPage);
-            if (shape_.softcap) score = tanh(score / shape_.softcap) * shape_.softcap;
-            i32x16 at = lanes + j * kPage;
-            score = (at <= position) & (at > oldest) ? score : splat(kNever);
-            store(scores + (j - first) * kPage, score);
-            top = max(top, score);
-        }
-        float maximum = reduce_max(top);
-        partial[m * stride()] = maximum;
-        if (maximum == kNever) maximum = 0.0f;  // nothing in sight: every weight becomes 0
-        f32x16 sum = {};
-        // Weights are summed at their place in the segment, so skipped pages change no bit.
-        for (int j = first; j < end; j++) {
-            f32x16 weight = exp(load(scores + (j - first) * kPage) - maximum);
-            sum += weight;
-            store(&s.weights[m * kSegment + (j - first) * kPage], weight);
-        }
-        partial[m * stride() + 1] = reduce_add(sum);
-    }
-
-    s.blocks.resize(end - first);
-    for (int d = 0; d < dim; d += 2 * kLanes) {
-        for (int j = first; j < end; j++) s.blocks[j - first] = s.value_pages[j] + long(d) * kPage;
+    for (int j = 0, tiles = 1; j < span.pages(); j += tiles) {
+        // Two pages of a run lie like two tiles of one matrix.
+        bool run = j + 1 < span.pages() && s.key_pages[j + 1] == s.key_pages[j] + shape_.page_elements();
+        tiles = run ? 2 : 1;
+        for (int t = 0; t < tiles; t++) prefetch_page(s.value_pages[j + t], shape_.page_elements());
         for (int m = 0; m < count; m += kMaxRows)
-            multiply(std::min(kMaxRows, count - m), std::min(2, (dim - d) / kLanes), &s.weights[m * kSegment],
-                     kSegment, kPage, s.blocks.data(), end - first, kPage,
+            multiply(std::min(kMaxRows, count - m), tiles, job.queries + long(m) * dim, dim, 0,
+                     &s.key_pages[j], 1, dim, &s.scores[m * kSegment + j * kPage], kSegment,
+                     m == 0 ? kKeysAhead : 0);
+    }
+    for (int m = 0; m < count; m++) weigh(s, job, span, m, partial + m * stride());
+    for (int d = 0; d < dim; d += 2 * kLanes) {
+        for (int j = 0; j < span.pages(); j++) s.blocks[j] = s.value_pages[j] + long(d) * kPage;
+        for (int m = 0; m < count; m += kMaxRows)
+            multiply(std::min(kMaxRows, count - m), std::min(2, (dim - d) / kLanes),
+                     &s.weights[m * kSegment], kSegment, kPage, s.blocks, span.pages(), kPage,
                      partial + long(m) * stride() + 2 + d, stride());
     }
+}
+
+// Scores of one query to weights relative to their maximum; partial gets maximum and sum. Keys
+// out of sight weigh exactly 0, so it changes no bit how many of them a span happens to hold.
+template <class E>
+void Attention<E>::weigh(Scratch &s, const Job &job, Span span, int query, float *partial) {
+    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float *scores = &s.scores[query * kSegment];
+    const int position = batch_.positions[job.tile.row + query / shape_.group()];
+    const int hidden = job.window ? position - job.window : -1;  // the newest out of sight behind
+    f32x16 top = splat(kNever);
+    for (int j = 0; j < span.pages(); j++) {
+        f32x16 score = load(scores + j * kPage);
+        if (shape_.softcap) score = tanh(score / shape_.softcap) * shape_.softcap;
+        int start = (span.first + j) * kPage;
+        if (start + kPage - 1 > position || start <= hidden) {
+            i32x16 at = lanes + start;
+            score = ((at <= position) & (at > hidden)) ? score : splat(kNever);
+        }
+        store(scores + j * kPage, score);
+        top = max(top, score);
+    }
+    partial[0] = reduce_max(top);
+    const f32x16 maximum = splat(partial[0] == kNever ? 0.0f : partial[0]);
+    f32x16 sum = {};
+    for (int j = 0; j < span.pages(); j++) {
+        f32x16 weight = exp(load(scores + j * kPage) - maximum);
+        sum += weight;
+        store(&s.weights[query * kSegment + j * kPage], weight);
+    }
+    partial[1] = reduce_add(sum);
 }
 
 template <class E>

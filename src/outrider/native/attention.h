@@ -14,6 +14,7 @@ namespace outrider {
 
 constexpr int kPage = kLanes;  // positions per KV page
 constexpr int kSegment = 256;
+constexpr int kPagesPerSegment = kSegment / kPage;
 
 struct Batch {  // mirrored in outrider/target/native.py
     int rows, requests, logits_count, tap_count;
@@ -74,12 +75,24 @@ class Attention {
     struct Scratch {
         std::vector<float> scores, partial, folded;
         std::vector<E> weights, tail_keys, tail_values;
-        std::vector<const E *> key_pages, value_pages, blocks;
+        const E *key_pages[kPagesPerSegment], *value_pages[kPagesPerSegment], *blocks[kPagesPerSegment];
     };
-    void find_pages(Scratch &s, const AttentionPlan::Tile &tile, int head, const LayerKV<E> &kv);
-    void build_tail(Scratch &s, int request, int row, int head, const LayerKV<E> &kv);
-    void segment_partial(Scratch &s, const AttentionPlan::Tile &tile, int segment, int window,
-                         const E *queries, float *partial);
+    // What one item works on: `count` queries (rows x group) of one head over one layer's KV.
+    struct Job {
+        const AttentionPlan::Tile &tile;
+        const LayerKV<E> &kv;
+        const E *queries;
+        int head, count, window;
+    };
+    struct Span {
+        int first, end;  // pages of the text
+        int pages() const { return end - first; }
+    };
+    Span visible_pages(const Job &job, int segment) const;
+    void find_pages(Scratch &s, const Job &job, Span span);
+    void build_tail(Scratch &s, const Job &job, Span span, int first_page);
+    void segment_partial(Scratch &s, const Job &job, int segment, float *partial);
+    void weigh(Scratch &s, const Job &job, Span span, int query, float *partial);
     void finish(const AttentionPlan::Tile &tile, int head, const float *folded, E *out);
     int stride() const { return shape_.head_dim + 2; }
 

@@ -69,8 +69,19 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
+#if defined(__AVX512F__)
+inline f32x16 max(f32x16 a, f32x16 b) { return (f32x16)_mm512_max_ps((__m512)a, (__m512)b); }
+inline f32x16 min(f32x16 a, f32x16 b) { return (f32x16)_mm512_min_ps((__m512)a, (__m512)b); }
+inline float reduce_add(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float reduce_max(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
+inline f32x16 round(f32x16 v) { return (f32x16)_mm512_roundscale_ps((__m512)v, 0); }
+// p * 2^n for whole n, down to zero.
+inline f32x16 scale_by_power(f32x16 p, f32x16 n) {
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+}
+#else
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
-
+inline f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
 inline float reduce_add(f32x16 v) {
     float s[8];
     for (int i = 0; i < 8; i++) s[i] = v[i] + v[i + 8];
@@ -82,15 +93,21 @@ inline float reduce_max(f32x16 v) {
     for (int i = 1; i < 16; i++) m = v[i] > m ? v[i] : m;
     return m;
 }
+inline f32x16 round(f32x16 v) { return (v + 12582912.0f) - 12582912.0f; }  // |v| < 2^22
+inline f32x16 scale_by_power(f32x16 p, f32x16 n) {
+    f32x16 kept = n < -126.0f ? splat(-126.0f) : n;
+    i32x16 exponent = __builtin_convertvector(kept, i32x16) << 23;
+    f32x16 scaled = __builtin_bit_cast(f32x16, __builtin_bit_cast(i32x16, p) + exponent);
+    return n < -126.0f ? f32x16{} : scaled;
+}
+#endif
 
-// e^x with a relative error below 2e-7; 0 below -87.3, and clamped above 88.
+// e^x with a relative error below 2e-7; exactly 0 below -104 (also for -infinity), and e^88
+// above 88.
 inline f32x16 exp(f32x16 x) {
-    const f32x16 top = splat(88.0f), low = splat(-87.33f);
-    f32x16 y = x > top ? top : x;
-    f32x16 clamped = y < low ? low : y;
-    f32x16 shifted = fma(clamped, splat(1.44269504f), splat(12582912.0f));  // round to an integer
-    f32x16 n = shifted - 12582912.0f;
-    f32x16 r = fma(n, splat(-0.693359375f), clamped);
+    f32x16 y = max(min(x, splat(88.0f)), splat(-200.0f));
+    f32x16 n = round(y * 1.44269504f);
+    f32x16 r = fma(n, splat(-0.693359375f), y);  // ln 2 in two parts
     r = fma(n, splat(2.12194440e-4f), r);
     f32x16 p = splat(1.9875691500e-4f);  // Cephes' polynomial for e^r, |r| <= ln(2) / 2
     p = fma(p, r, splat(1.3981999507e-3f));
@@ -99,9 +116,7 @@ inline f32x16 exp(f32x16 x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r + 1.0f);
-    i32x16 exponent = (__builtin_bit_cast(i32x16, shifted) - 0x4b400000) << 23;
-    f32x16 result = __builtin_bit_cast(f32x16, __builtin_bit_cast(i32x16, p) + exponent);
-    return x < low ? f32x16{} : result;
+    return scale_by_power(p, n);
 }
 
 inline f32x16 silu(f32x16 x) { return x / (exp(-x) + 1.0f); }
