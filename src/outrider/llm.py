@@ -14,7 +14,7 @@ import torch
 from outrider.drafting.build import SpeculativeConfig, build_sources, split_rule
 from outrider.engine.engine import Engine
 from outrider.engine.verification import make_verifier
-from outrider.errors import PromptError, SamplingError
+from outrider.errors import ConfigError, PromptError, SamplingError
 from outrider.results import RequestOutput, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
@@ -85,7 +85,7 @@ class LLM:
     ) -> None:
         if num_threads is not None:
             _set_num_threads(num_threads)
-        config, rule = split_rule(speculative_config)
+        _, rule = split_rule(speculative_config)
         if target is None:
             from outrider.target.load import load_target
 
@@ -103,7 +103,7 @@ class LLM:
             kv_cache_tokens = _default_kv_tokens(target, max_num_seqs, max_model_len)
         self.engine = Engine(
             target,
-            build_sources(config, _draft_model_loader(dtype, device)),
+            build_sources(speculative_config, _draft_model_loader(dtype, device)),
             verifier=make_verifier(rule, self.eos_token_ids),
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
@@ -337,6 +337,8 @@ def _free_bytes(device: torch.device) -> int:
 def _set_num_threads(num_threads: int) -> None:
     from outrider.native import library
 
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+        raise ConfigError(f"num_threads must be a positive integer, got {num_threads!r}")
     torch.set_num_threads(num_threads)
     lib = library()
     if lib is not None:

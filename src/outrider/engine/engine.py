@@ -1,7 +1,8 @@
 """The engine: one step takes every running request a little further."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -18,7 +19,7 @@ from outrider.engine.speculation import Proposal, SourcePlan, Speculation
 from outrider.engine.tenancy import tenancy_of
 from outrider.engine.times import StepTimes
 from outrider.engine.verification import MatchingVerifier, NewTokens, Verifier
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, SourceError
 from outrider.policy.cost import CostModel
 from outrider.policy.feedback import DraftOutcome, record
 from outrider.policy.planner import Planner
@@ -139,9 +140,23 @@ class Engine:
             plans, proposals = self._plan(schedule)
             self._propose(schedule, plans, proposals)
             verified = self._verify(schedule, proposals)
-            self._commit(schedule, proposals, verified)
+            with self._whole_or_aborted(schedule):
+                self._commit(schedule, proposals, verified)
+                self._tell_sources(proposals)
         chunks, self._chunks = self._chunks, []
         return chunks
+
+    @contextmanager
+    def _whole_or_aborted(self, schedule: Schedule) -> Iterator[None]:
+        """An interrupt (Ctrl-C) inside leaves no request half advanced: they are aborted."""
+        try:
+            yield
+        except SourceError:  # raised when all is recorded
+            raise
+        except BaseException:
+            for work in schedule.works:
+                self.abort(work.request.group.request_id)
+            raise
 
     def check_integrity(self) -> None:
         """Assert that every KV page has one owner, and every owner is a running request."""
@@ -202,7 +217,6 @@ class Engine:
         for proposal, new in zip(proposals, verified.found, strict=True):
             self._append(proposal, new)
         self.times.lap("commit")
-        self._tell_sources(proposals)
 
     def _move_branches(self, proposals: list[Proposal], found: list[NewTokens]) -> None:
         """Copy the KV of accepted tree branches to the slots behind the text."""

@@ -177,11 +177,15 @@ class OutputBuilder:
 
     def completion(self, index: int, token_ids: list[int]) -> CompletionOutput:
         """The result; every list in it has one entry per token."""
-        assert len(token_ids) == self.num_tokens == len(self.sources)
-        cumulative = None
+        lists = [token_ids, self.sources, *([] if self.logprobs is None else [self.logprobs])]
+        count = min(len(each) for each in lists)
+        # Only an abort after an interrupted step can find a token half recorded.
+        assert count == self.num_tokens or self.finish_reason == "abort", (count, self.num_tokens)
+        token_ids = token_ids[:count]
+        logprobs, cumulative = None, None
         if self.logprobs is not None:
-            assert len(self.logprobs) == self.num_tokens, (len(self.logprobs), self.num_tokens)
-            pairs = zip(self.logprobs, token_ids, strict=True)
+            logprobs = self.logprobs[:count]
+            pairs = zip(logprobs, token_ids, strict=True)
             cumulative = sum(entry[token].logprob for entry, token in pairs)
         return CompletionOutput(
             index=index,
@@ -190,8 +194,8 @@ class OutputBuilder:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             cumulative_logprob=cumulative,
-            logprobs=self.logprobs,
-            token_sources=self.sources,
+            logprobs=logprobs,
+            token_sources=self.sources[:count],
         )
 
     @property
