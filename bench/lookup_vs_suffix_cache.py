@@ -4,10 +4,10 @@
     python bench/lookup_vs_suffix_cache.py              about two minutes
 
 First table: microseconds per request of one propose at 10 k and 100 k tokens of history, alone
-and in a batch of 16, both sides alternating on the same steps. Ours is all a user of LookupSource
-pays: the Python call, taking in the new tokens, drafting. Theirs is `speculate` alone, and in
-brackets with `add_active_response`, which takes in the tokens. History is the request's own
-prompt, or outputs of earlier requests.
+and in a batch of 16, both sides alternating on the same steps of texts of four kinds, equally
+many of each. Ours is all a user of LookupSource pays: the Python call, taking in the new tokens,
+drafting. Theirs is `speculate` with `add_active_response`, which takes in the tokens, and in
+brackets `speculate` alone. History is the request's own prompt, or outputs of earlier requests.
 
 Second table: tokens per step and draft tokens per step when texts are replayed one after
 another, each side knowing the earlier ones; draft budget 16, everything else as each side has it
@@ -37,7 +37,7 @@ from outrider.sampling_params import SamplingParams
 from outrider.target.load import load_model
 
 BUDGET = 16
-WARM_STEPS, TIMED_STEPS = 20, 200
+WARM_STEPS, TIMED_STEPS = 5, 40  # an edit is said in 60
 PROMPT_SHARE = 0.1  # of a replayed text that is given as its prompt
 SPEED_BAR, TOKENS_BAR = 5.0, 1.0
 
@@ -123,6 +123,13 @@ def make_streams(encode: Callable[[str], np.ndarray], count: int) -> dict[str, l
     }
 
 
+def make_past(encode: Callable[[str], np.ndarray]) -> np.ndarray:
+    """100 k tokens of the same kinds, of other texts where there are enough, in turns."""
+    kinds = [python_files(48)[24:], descriptions(48)[24:], records(48)[24:]]
+    parts = [encode(text)[:4_000] for texts in zip(*kinds, strict=False) for text in texts]
+    return np.resize(np.concatenate(parts), 100_000)
+
+
 # ---- the two sides
 
 
@@ -139,9 +146,8 @@ class Ours:
     def context(self, name: str, text: np.ndarray) -> DraftContext:
         return DraftContext(name, text, self.starts[name], self.params)
 
-    def propose(self, names: Sequence[str], texts: Sequence[np.ndarray]) -> list[Draft]:
-        contexts = [self.context(name, text) for name, text in zip(names, texts, strict=True)]
-        return self.source.propose(contexts, [BUDGET] * len(names))
+    def propose(self, name: str, text: np.ndarray) -> Draft:
+        return self.source.propose([self.context(name, text)], [BUDGET])[0]
 
     def observe(self, name: str, draft: Draft, num_accepted: int, new: np.ndarray) -> None:
         if draft.token_ids:
@@ -185,14 +191,14 @@ def num_agreeing(draft: Sequence[int], rest: np.ndarray) -> int:
 
 @dataclass(slots=True)
 class Timing:
-    """Microseconds per request."""
+    """Microseconds per request of every step."""
 
     history: str
     num_tokens: int
     batch: int
     ours: list[float]
-    theirs: list[float]
-    theirs_with_add: list[float]
+    theirs: list[float]  # taking in the new tokens and speculating, as ours does
+    speculate: list[float]
 
     @property
     def ratio(self) -> float:
@@ -200,10 +206,9 @@ class Timing:
 
     def row(self) -> str:
         sides = [f"{median(us):.1f} / {p99(us):.1f}" for us in (self.ours, self.theirs)]
-        added = f"{median(self.theirs_with_add):.1f}"
         return (
-            f"| {self.history} | {self.num_tokens:,} | {self.batch} | {sides[0]} | "
-            f"{sides[1]} ({added}) | {self.ratio:.1f}× |"
+            f"| {self.history} | {self.num_tokens:,} | {self.batch} | {sides[0]} | {sides[1]} "
+            f"({median(self.speculate):.1f}) | {self.ratio:.1f}× |"
         )
 
 
@@ -211,44 +216,68 @@ def p99(values: Sequence[float]) -> float:
     return quantiles(values, n=100)[98]
 
 
+@dataclass(slots=True)
+class Running:
+    """A request in the middle of its replay."""
+
+    name: str
+    text: np.ndarray
+    known: int  # tokens both sides have taken in
+    place: int  # tokens said
+
+
 def time_side_by_side(
-    corpus: np.ndarray, history: str, num_tokens: int, batch: int, depth: int
+    streams: Sequence[Sequence[Stream]], past: np.ndarray, history: str, batch: int, depth: int
 ) -> Timing:
-    """Replay `batch` requests with this much history, step by step, both sides in turns."""
+    """Replay requests of every kind with this past, step by step, both sides in turns."""
     ours, theirs = Ours(), Theirs(depth)
-    own = num_tokens if history == "own prompt" else 200
-    if history != "own prompt":
-        _remember(ours, theirs, corpus[:num_tokens])
-    length = own + 4 * (WARM_STEPS + TIMED_STEPS)
-    texts = [np.roll(corpus, -i * len(corpus) // batch)[:length].copy() for i in range(batch)]
-    names = [f"r{i}" for i in range(batch)]
-    for name, text in zip(names, texts, strict=True):
-        ours.start(name, text, own)
-        theirs.start(name, text, own)
-    timing = Timing(history, num_tokens, batch, [], [], [])
-    known = own
-    for step in range(WARM_STEPS + TIMED_STEPS):
-        new = known + 1 + step % 4
-        views = [text[:new] for text in texts]
-        start = perf_counter()
-        for name, text in zip(names, texts, strict=True):
-            theirs.add(name, text[known:new])
-        added = perf_counter() - start
-        if step % 2:
-            proposed = _seconds(lambda v=views: [*map(theirs.propose, names, v)])
-            mine = _seconds(lambda v=views: ours.propose(names, v))
-        else:
-            mine = _seconds(lambda v=views: ours.propose(names, v))
-            proposed = _seconds(lambda v=views: [*map(theirs.propose, names, v)])
-        known = new
-        if step >= WARM_STEPS:
-            for values, spent in (
-                (timing.ours, mine),
-                (timing.theirs, proposed),
-                (timing.theirs_with_add, proposed + added),
-            ):
-                values.append(1e6 * spent / batch)
+    timing = Timing(history, len(past), batch, [], [], [])
+    if history == "earlier outputs":
+        _remember(ours, theirs, past)
+    groups = [of_kind[:1] for of_kind in streams]
+    if batch > 1:
+        groups = [[kind[i] for kind in streams for i in range(batch // len(streams))]]
+    for number, group in enumerate(groups):
+        running = []
+        for i, stream in enumerate(group):
+            prompt = stream.prompt
+            if history == "own prompt":
+                prompt = np.concatenate([past[: len(past) - len(prompt)], prompt])
+            text = np.concatenate([prompt, stream.output])
+            running.append(Running(f"{number}.{i}", text, len(prompt), len(prompt) + 1))
+            ours.start(running[-1].name, text, len(prompt))
+            theirs.start(running[-1].name, text, len(prompt))
+        for step in range(WARM_STEPS + TIMED_STEPS):
+            spent = _one_step(ours, theirs, running, ours_first=step % 2 == 0)
+            if step >= WARM_STEPS:
+                for values, seconds in zip(
+                    (timing.ours, timing.theirs, timing.speculate), spent, strict=True
+                ):
+                    values.append(1e6 * seconds / len(group))
     return timing
+
+
+def _one_step(
+    ours: Ours, theirs: Theirs, running: Sequence[Running], ours_first: bool
+) -> tuple[float, float, float]:
+    """Seconds of our propose, of their add and speculate, and of speculate alone."""
+    contexts = [ours.context(r.name, r.text[: r.place]) for r in running]
+    budgets = [BUDGET] * len(running)
+    drafts: list[Draft] = []
+    mine = 0.0
+    if ours_first:
+        mine = _seconds(lambda: drafts.extend(ours.source.propose(contexts, budgets)))
+    added = _seconds(lambda: [theirs.add(r.name, r.text[r.known : r.place]) for r in running])
+    speculate = _seconds(lambda: [theirs.propose(r.name, r.text[: r.place]) for r in running])
+    if not ours_first:
+        mine = _seconds(lambda: drafts.extend(ours.source.propose(contexts, budgets)))
+    for request, draft in zip(running, drafts, strict=True):
+        accepted = num_agreeing(draft.token_ids, request.text[request.place :])
+        new = request.text[request.place : request.place + accepted + 1]
+        ours.observe(request.name, draft, accepted, new)
+        request.known = request.place
+        request.place = min(request.place + accepted + 1, len(request.text) - 1)
+    return mine, added + speculate, speculate
 
 
 def _remember(ours: Ours, theirs: Theirs, text: np.ndarray) -> None:
@@ -293,7 +322,7 @@ def replay_ours(streams: Sequence[Stream], side: Ours) -> Count:
         side.start(name := str(i), text, start)
         place = start
         while place < len(text):
-            (draft,) = side.propose([name], [text[:place]])
+            draft = side.propose(name, text[:place])
             accepted = num_agreeing(draft.token_ids, text[place:])
             new = text[place : place + accepted + 1]
             side.observe(name, draft, accepted, new)
@@ -331,7 +360,7 @@ def _count(count: Count, num_new: int, num_drafts: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--texts", type=int, default=16, help="texts of each kind")
-    parser.add_argument("--depth", type=int, default=24, help="their tree's depth (vLLM: 24)")
+    parser.add_argument("--depth", type=int, default=64, help="of their tree (vLLM: 24)")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results/bench-lookup.json")
     options = parser.parse_args()
     pin(1)
@@ -341,8 +370,9 @@ def main() -> None:
     def encode(text: str) -> np.ndarray:
         return np.array(tokenizer.encode(text), np.int32)
 
-    timings = report_times(np.concatenate([*map(encode, python_files(24))]), options.depth)
-    counts = report_tokens(make_streams(encode, options.texts), options.depth)
+    streams = make_streams(encode, options.texts)
+    timings = report_times(list(streams.values()), make_past(encode), options.depth)
+    counts = report_tokens(streams, options.depth)
     at_100k = [timing.ratio for timing in timings if timing.num_tokens == 100_000]
     shares = [
         mine.tokens_per_step / other.tokens_per_step
@@ -360,15 +390,15 @@ def main() -> None:
     options.out.write_text(json.dumps(found, indent=1))
 
 
-def report_times(corpus: np.ndarray, depth: int) -> list[Timing]:
+def report_times(streams: Sequence[Sequence[Stream]], past: np.ndarray, depth: int) -> list[Timing]:
     print("µs per request, median / p99\n")
-    print("| history | tokens | batch | ours | theirs (with add) | theirs / ours |")
+    print("| history | tokens | batch | ours | theirs (speculate alone) | theirs / ours |")
     print("|---|---|---|---|---|---|")
     timings = []
     for history in ("own prompt", "earlier outputs"):
         for num_tokens in (10_000, 100_000):
             for batch in (1, 16):
-                timing = time_side_by_side(corpus, history, num_tokens, batch, depth)
+                timing = time_side_by_side(streams, past[:num_tokens], history, batch, depth)
                 timings.append(timing)
                 print(timing.row(), flush=True)
     return timings

@@ -89,7 +89,14 @@ def _show(console: "Console", result: "Comparison", colours: "Colours") -> None:
         bar = "━" * max(1, round(BAR_WIDTH * rate / fastest))
         console.print(f"{name} {bar} {rate:.0f} tokens/s", style=style)
     same = "✓ same text" if result.same_text else "✗ the texts differ"
-    console.print(f"{result.speedup:.1f}× faster · {same}", style="bold")
+    console.print(f"{_speed_in_words(result.speculative.rate / result.plain.rate)} · {same}")
+
+
+def _speed_in_words(speedup: float) -> str:
+    """Within 5 % the two are as fast as each other: a shared machine cannot tell them apart."""
+    if abs(speedup - 1.0) < 0.05:
+        return "as fast as plain"
+    return f"{speedup:.1f}× faster" if speedup > 1.0 else f"{speedup:.2f}× of plain, slower"
 
 
 def _conclude(console: "Console", results: Sequence["Comparison"], colours: "Colours") -> None:

@@ -46,28 +46,22 @@ tide can be predicted for decades, which makes the grid easier to plan."""
 
 DEMO_PROMPTS = (
     PromptRecord(
-        [f"Add a type hint to each function. Write the whole file again.\n\n```python\n{CODE}```"],
+        [f"Write the whole file again with one dictionary entry per line.\n\n```python\n{CODE}```"],
         [],
         "edit code",
     ),
     PromptRecord(
-        [f'Set "active" to true for all people. Reply with the whole JSON list.\n\n{RECORDS}'],
+        [f"Write the whole JSON list again, with one key per line.\n\n```json\n{RECORDS}\n```"],
         [],
         "rewrite JSON",
     ),
+    PromptRecord([f"Copy this text exactly.\n\n{NOTICE}"], [], "copy text"),
     PromptRecord(
-        [f"Repeat this notice word for word.\n\n{NOTICE}"],
-        [],
-        "copy text",
-    ),
-    PromptRecord(
-        [f"Summarize the article in three sentences.\n\n{ARTICLE}"],
+        [f"Article: {ARTICLE}\n\nList the key facts of the article as bullet points."],
         [],
         "summarise",
     ),
     PromptRecord(
-        ["What should I see on a two-day visit to Lisbon? Answer in a short list."],
-        [],
-        "open chat",
+        ["What are three good habits for sleeping better? Explain each of them."], [], "open chat"
     ),
 )
