@@ -235,18 +235,28 @@ def make_engine(
 
 
 def run(
-    engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]], max_steps: int = 5000
+    engine: Engine,
+    requests: dict[str, tuple[list[int], SamplingParams]],
+    max_steps: int = 5000,
+    abort: tuple[str, int] | None = None,
 ) -> dict[str, RequestOutput]:
-    """Decode all requests to their end; every step's integrity and every stream are checked."""
+    """Decode all requests to their end; every step's integrity and every stream are checked.
+
+    `abort` names a request and the step before which it is aborted.
+    """
     for request_id, (prompt, params) in requests.items():
         engine.add_request(request_id, prompt, params)
-    return drain(engine, max_steps)
+    return drain(engine, max_steps, abort)
 
 
-def drain(engine: Engine, max_steps: int = 5000) -> dict[str, RequestOutput]:
+def drain(
+    engine: Engine, max_steps: int = 5000, abort: tuple[str, int] | None = None
+) -> dict[str, RequestOutput]:
     results: dict[str, RequestOutput] = {}
     streams: dict[tuple[str, int], list] = {}
-    for _ in range(max_steps):
+    for step in range(max_steps):
+        if abort is not None and step == abort[1]:
+            engine.abort(abort[0])
         for chunk in engine.step():
             streams.setdefault((chunk.request_id, chunk.index), []).append(chunk)
             if chunk.result is not None:

@@ -1,0 +1,290 @@
+"""Full KV, aborts, faulty sources and bad input: nothing is lost, nothing hangs, nobody is hurt."""
+
+import pytest
+from engine_cases import (
+    GREEDY,
+    SCRIPTS,
+    SEEDED,
+    VOCAB,
+    assert_same,
+    exact,
+    half_right,
+    ids_of,
+    params,
+    prompts,
+    random_tree,
+)
+from fakes import ROOT, FakeTarget, ReplaySource, SubmitAll, make_engine, path_hash, run
+
+from outrider.drafting.source import Draft, DraftSource
+from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
+
+TINY_KV = {"kv_cache_tokens": 96, "max_num_batched_tokens": 24, "max_num_seqs": 6}
+
+
+@pytest.mark.parametrize("make", SCRIPTS)
+def test_preemption_with_pending_drafts_changes_nothing(make):
+    plain = run(make_engine(), prompts(6, SEEDED))
+    source = ReplaySource(ids_of(plain), make)
+    found = run(make_engine([source], **TINY_KV), prompts(6, SEEDED))
+    assert_same(found, plain)
+    assert sum(result.metrics.num_preemptions for result in found.values()) > 0
+
+
+def test_short_kv_takes_drafts_before_requests():
+    """Both would outgrow the arena, but end before they do."""
+    free = ids_of(run(make_engine(), prompts(2)))
+    ends = {name: next(t for t in out[12:] if t not in out[:12]) for name, out in free.items()}
+    wanted = {
+        name: (prompt, params(stop_token_ids=[ends[name]]))
+        for name, (prompt, _) in prompts(2).items()
+    }
+    plain = run(make_engine(), wanted)
+    assert all(12 < len(output) < 28 for output in ids_of(plain).values())
+    source = ReplaySource(free, lambda rest, context: Draft([*rest[:1], *[1] * 30]))
+    found = run(make_engine([source], kv_cache_tokens=64), wanted)
+    assert_same(found, plain)
+    assert [result.metrics.num_preemptions for result in found.values()] == [0, 0]
+    causes = found["r1"].metrics.speculative_decoding.rejection_causes
+    assert causes["truncated_by_plan"] > 0
+
+
+@pytest.mark.parametrize("steps", range(0, 12, 2))
+@pytest.mark.parametrize("make", [None, half_right, random_tree])
+def test_abort_at_any_time_frees_everything_and_hurts_nobody(steps, make):
+    plain = run(make_engine(), prompts(5, SEEDED))
+    source = ReplaySource(ids_of(plain), make)
+    engine = make_engine([source] if make else [], **TINY_KV)
+    for name, (prompt, sampling) in prompts(5, SEEDED).items():
+        engine.add_request(name, prompt, sampling)
+    chunks = [chunk for _ in range(steps) for chunk in engine.step()]
+    held = {chunk.request_id for chunk in chunks if chunk.result}
+    for name in ("r1", "r1", "r4", "unknown"):
+        engine.abort(name)
+    engine.check_integrity()
+    chunks += engine.step()
+    last = {chunk.request_id: chunk for chunk in chunks if chunk.result}
+    for name in {"r1", "r4"} - held:
+        assert last[name].finish_reason == "abort"
+        output = last[name].result.outputs[0]
+        assert output.token_ids == ids_of(plain)[name][: len(output.token_ids)]
+    if make:
+        assert "r1" in source.released
+    while engine.has_work:
+        chunks += engine.step()
+        engine.check_integrity()
+    for name in ("r0", "r2", "r3"):
+        text = "".join(chunk.text for chunk in chunks if chunk.request_id == name)
+        assert text == plain[name].outputs[0].text
+    engine.abort("r0")
+    assert engine.arena.num_free_pages == engine.arena.num_pages
+    assert_same(run(engine, prompts(1, SEEDED)), {"r0": plain["r0"]})
+
+
+def test_source_that_raises_is_named_and_loses_no_request():
+    class Faulty(ReplaySource):
+        broken = False
+
+        def propose(self, contexts, budgets):
+            if self.broken:
+                raise KeyError("lost")
+            return super().propose(contexts, budgets)
+
+    plain = run(make_engine(), prompts(2))
+    source = Faulty(ids_of(plain))
+    engine = make_engine([source])
+    for name, (prompt, sampling) in prompts(2).items():
+        engine.add_request(name, prompt, sampling)
+    before = engine.step()
+    source.broken = True
+    for _ in range(2):
+        with pytest.raises(SourceError, match=r"'replay' raised in propose: KeyError"):
+            engine.step()
+    engine.abort("r1")
+    source.broken = False
+    rest = [chunk for chunk in before if chunk.request_id == "r0"]
+    while engine.has_work:
+        rest += [chunk for chunk in engine.step() if chunk.request_id == "r0"]
+    assert "".join(chunk.text for chunk in rest) == plain["r0"].outputs[0].text
+
+
+@pytest.mark.parametrize("method", ["observe", "finish", "release"])
+def test_source_that_raises_in_feedback_loses_no_chunk(method):
+    class Faulty(ReplaySource):
+        pass
+
+    def fail(self, *arguments):
+        raise RuntimeError("no")
+
+    setattr(Faulty, method, fail)
+    plain = run(make_engine(), prompts(1))
+    engine = make_engine([Faulty(ids_of(plain))])
+    engine.add_request("r0", *prompts(1)["r0"])
+    chunks = []
+    for _ in range(100):
+        try:
+            chunks += engine.step()
+        except SourceError as error:
+            assert f"raised in {method}" in str(error)
+        if not engine.has_work:
+            break
+    assert "".join(chunk.text for chunk in chunks) == plain["r0"].outputs[0].text
+    assert engine.arena.num_free_pages == engine.arena.num_pages
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([], "0 drafts for 1 contexts"),
+        ([Draft([1, 2], parents=[0, 1])], "malformed draft"),
+        ([Draft([1, 2], confidence=[0.5])], "malformed draft"),
+    ],
+)
+def test_source_that_breaks_its_contract_is_named(answer, message):
+    class Faulty(DraftSource):
+        name = "faulty"
+
+        def propose(self, contexts, budgets):
+            return answer
+
+    engine = make_engine([Faulty()])
+    engine.add_request("r", [1, 2], GREEDY)
+    engine.step()
+    with pytest.raises(SourceError, match=f"'faulty'.*{message}"):
+        engine.step()
+
+
+def test_longest_choice_of_several_sources_is_told_to_its_own_source_only():
+    plain = run(make_engine(), prompts(2))
+    first = ReplaySource(ids_of(plain), lambda rest, context: Draft(), name="same")
+    second = ReplaySource(ids_of(plain), exact, name="same")
+    engine = make_engine([first, second])
+    assert_same(run(engine, prompts(2)), plain)
+    assert first.outcomes == []
+    assert len(second.outcomes) == 10
+    assert list(engine.metrics.per_source) == ["same-2"]
+    kept = [outcome.num_accepted_drafts for outcome in second.outcomes]
+    assert [len(outcome.accepted_ids) for outcome in second.outcomes] == [k + 1 for k in kept]
+
+
+def test_features_are_those_of_the_committed_tokens_in_order():
+    class Tapped(ReplaySource):
+        def propose(self, contexts, budgets):
+            for context in contexts:
+                seen = self.seen.setdefault(context.request_id, [])
+                if context.features is not None:
+                    seen += context.features.tolist()
+                assert len(seen) == len(context.token_ids) - 1
+            return super().propose(contexts, budgets)
+
+        def release(self, request_id):
+            super().release(request_id)
+            self.history[request_id] = self.seen.pop(request_id, [])
+
+    plain = run(make_engine(), prompts(4))
+    sources = [Tapped(ids_of(plain), random_tree, name="a"), Tapped(ids_of(plain), name="b")]
+    for source, layers in zip(sources, [(1,), (1, -1)], strict=True):
+        source.seen, source.history, source.target_layer_ids = {}, {}, layers
+    engine = make_engine(sources, **TINY_KV)
+    assert_same(run(engine, prompts(4)), plain)
+    assert engine.speculation.layer_ids == (-1, 1)
+    for source in sources:
+        for name, history in source.history.items():
+            path, expected = ROOT, []
+            for token in [*plain[name].prompt_token_ids, *ids_of(plain)[name]][: len(history)]:
+                path = path_hash(path, token)
+                expected.append(engine.target.feature(path, source.target_layer_ids))
+            assert len(history) > 4
+            assert history == expected
+
+
+def test_two_engines_take_turns_on_one_target():
+    target = FakeTarget(VOCAB)
+    plain_engine = make_engine(target=target)
+    plain = run(make_engine(), prompts(3))
+    engine = make_engine([ReplaySource(ids_of(plain))], target=target, kv_cache_tokens=512)
+    for name, (prompt, sampling) in prompts(3).items():
+        engine.add_request(name, prompt, sampling)
+        plain_engine.add_request(name, prompt, sampling)
+    results = 0
+    while engine.has_work or plain_engine.has_work:
+        for each in (engine, plain_engine):
+            for chunk in each.step():
+                if chunk.result is not None:
+                    results += 1
+                    assert_same(
+                        {chunk.request_id: chunk.result},
+                        {chunk.request_id: plain[chunk.request_id]},
+                    )
+            each.check_integrity()
+    assert results == 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "empty"),
+        ([1, VOCAB], f"token id {VOCAB} is outside"),
+        ([-1], "token id -1 is outside"),
+        (list(range(1, 30)) * 10, "290 tokens; context and KV cache hold 256"),
+        ([1.5], "list of integers"),
+        ([[1]], "list of integers"),
+    ],
+)
+def test_prompt_that_cannot_be_decoded_is_refused(prompt, message):
+    engine = make_engine()
+    with pytest.raises(PromptError, match=message):
+        engine.add_request("r", prompt, GREEDY)
+    assert not engine.has_work
+
+
+def test_prompt_beyond_the_kv_cache_is_refused_at_submission():
+    engine = make_engine(kv_cache_tokens=32)
+    with pytest.raises(PromptError, match="hold 32"):
+        engine.add_request("r", [1] * 32, GREEDY)
+    assert len(ids_of(run(engine, {"r": ([1] * 31, GREEDY)}))["r"]) == 1
+
+
+def test_parameters_that_do_not_fit_the_target_are_refused():
+    with pytest.raises(SamplingError, match=str(VOCAB)):
+        make_engine().add_request("r", [1], params(logit_bias={VOCAB: 1.0}))
+    with pytest.raises(SamplingError, match="tokenizer"):
+        make_engine(tokenizer=None).add_request("r", [1], params(stop=["x"]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 0},
+        {"kv_cache_tokens": -1},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+    ],
+)
+def test_impossible_sizes_are_refused(options):
+    with pytest.raises(ConfigError, match=r"max_num|kv_cache"):
+        make_engine(**options)
+
+
+def test_without_a_tokenizer_there_are_ids_and_no_text():
+    result = run(make_engine(tokenizer=None), prompts(1))["r0"]
+    assert (len(result.outputs[0].token_ids), result.outputs[0].text) == (40, "")
+
+
+def test_times_add_up():
+    engine = make_engine([ReplaySource(ids_of(run(make_engine(), prompts(2))))])
+    run(engine, prompts(2))
+    times = engine.times
+    assert times.steps == engine.target.num_forwards
+    assert times.total == pytest.approx(times.overhead + times.forward + times.propose)
+    assert min(times.schedule, times.plan, times.propose, times.forward, times.sample) > 0
+
+
+def test_planner_may_be_replaced():
+    class Nothing(SubmitAll):
+        def budgets(self, source, rooms, row_budget):
+            return [0] * len(rooms)
+
+    plain = run(make_engine(), prompts(1))
+    engine = make_engine([ReplaySource(ids_of(plain))], planner=Nothing())
+    assert_same(run(engine, prompts(1)), plain)
+    assert engine.metrics.num_draft_tokens == 0

@@ -1,0 +1,190 @@
+"""What is drafted and submitted follows from chances and costs."""
+
+import numpy as np
+import pytest
+
+from outrider.drafting.source import Draft, DraftSource
+from outrider.engine.drafts import cut_depth, cut_unknown, prefix, subset
+from outrider.policy.cost import CostModel
+from outrider.policy.feedback import DraftOutcome, record
+from outrider.policy.planner import EXPLORE_EVERY, Planner
+from outrider.results import SpeculativeMetrics
+
+
+def make_planner(per_row: float, base: float = 0.010, **options) -> Planner:
+    """A planner that has measured steps of `base` seconds and `per_row` per further row."""
+    cost = CostModel(64)
+    for rows in range(1, 65):
+        for _ in range(3):
+            cost.observe(rows, base + per_row * (rows - 1))
+    return Planner(cost, **options)
+
+
+def chain(*confidence: float, source: str = "s") -> Draft:
+    return Draft(list(range(len(confidence))), confidence=list(confidence), source=source)
+
+
+def sizes(planner: Planner, *proposals: list[Draft], row_budget: int = 50) -> list[int]:
+    chosen = planner.choose(proposals, len(proposals), row_budget)
+    return [len(draft) for draft in chosen]
+
+
+def test_tokens_are_submitted_while_they_pay():
+    # a row costs 10 % of a step: the chance of a token must be above about that
+    draft = chain(0.9, 0.9, 0.5, 0.2, 0.2)  # survival 0.9 0.81 0.405 0.081 0.016
+    assert sizes(make_planner(0.001), [draft]) == [3]
+    assert sizes(make_planner(0.00001), [draft]) == [5]
+    assert sizes(make_planner(0.012), [draft]) == [0]
+
+
+def test_the_best_count_maximises_tokens_per_second():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        drafts = [chain(*rng.uniform(0.2, 1, rng.integers(0, 9))) for _ in range(4)]
+        planner = make_planner(float(rng.uniform(0.0001, 0.002)))
+        chosen = sizes(planner, *[[draft] for draft in drafts])
+        survival = [np.cumprod(draft.confidence) for draft in drafts]
+
+        def rate(counts, survival=survival, planner=planner):
+            tokens = 4 + sum(s[:n].sum() for s, n in zip(survival, counts, strict=True))
+            return tokens / planner.cost.curve()[4 + sum(counts)]
+
+        for index in range(4):
+            for change in (-1, 1):
+                other = [n + change * (i == index) for i, n in enumerate(chosen)]
+                if 0 <= other[index] <= len(drafts[index]):
+                    assert rate(chosen) >= rate(other) * (1 - 1e-9)
+
+
+def test_the_source_expected_to_be_accepted_longest_is_chosen():
+    planner = make_planner(0.0001)
+    proposals = [[chain(0.9, 0.9, source="a"), chain(*[0.8] * 6, source="b")]]
+    assert planner.choose(proposals, 1, 50)[0].source == "b"
+
+
+def test_rows_are_shared_by_chance_between_requests():
+    assert sizes(make_planner(0.0), [chain(*[0.9] * 8)], [chain(*[0.3] * 8)], row_budget=6) == [
+        6,
+        0,
+    ]
+    assert sizes(make_planner(0.0), [chain(0.9, 0.1)], [chain(0.5, 0.9)], row_budget=3) == [1, 2]
+
+
+def test_trees_lose_their_unlikely_branches():
+    tree = Draft([1, 2, 3, 4], parents=[-1, -1, 0, 1], confidence=[0.7, 0.3, 0.9, 0.2], source="s")
+    chosen = make_planner(0.002).choose([[tree]], 1, 50)[0]
+    assert (chosen.token_ids, chosen.parents) == ([1, 3], [-1, 0])
+
+
+def test_a_source_that_promises_too_much_is_believed_less():
+    planner = make_planner(0.001)
+    liar = chain(*[0.95] * 8)
+    assert sizes(planner, [liar]) == [8]
+    for _ in range(20):
+        planner.observe("s", liar, 0)
+    assert sizes(planner, [liar]) == [0]
+    for _ in range(80):
+        planner.observe("s", liar, 7)
+    assert sizes(planner, [liar]) == [8]
+
+
+def test_now_and_then_more_is_tried_so_that_estimates_stay_alive():
+    planner = make_planner(0.012)
+    found = [sizes(planner, [chain(*[0.5] * 8)])[0] for _ in range(2 * EXPLORE_EVERY)]
+    assert [i + 1 for i, n in enumerate(found) if n] == [EXPLORE_EVERY, 2 * EXPLORE_EVERY]
+    assert max(found) == 4
+
+
+def test_budgets_end_at_what_is_of_use():
+    source = DraftSource()
+    source.max_draft_tokens = 5
+    planner = make_planner(0.001)
+    assert planner.budgets(source, [10, 3, 0, -1], 100) == [5, 3, 0, 0]
+    assert planner.budgets(source, [10], 2) == [2]
+
+
+def test_a_source_slower_than_what_it_brings_is_asked_rarely():
+    planner, source = make_planner(0.001), DraftSource()
+    source.cost = 0.03
+    for _ in range(60):
+        planner.observe_call(source.name, 1)
+    asked = [planner.budgets(source, [8], 50) for _ in range(EXPLORE_EVERY)]
+    assert asked[:-1] == [[0]] * (EXPLORE_EVERY - 1)
+    assert asked[-1] == [8]
+    for _ in range(60):
+        planner.observe_call(source.name, 5)
+    assert planner.budgets(source, [8], 50) == [8]
+
+
+def test_under_biased_rules_a_token_has_no_say_in_its_own_submission():
+    planner = make_planner(0.001, is_biased_rule=True)
+    first, second = chain(0.9, 0.02, 0.9, source="a"), chain(*[0.9] * 6, source="b")
+    # the second token is submitted whatever its own confidence, the third is not
+    assert sizes(planner, [first, second]) == [2]
+    assert planner.choose([[first, second]], 1, 50)[0].source == "a"
+    for token in (0.02, 0.99):
+        assert sizes(planner, [chain(0.9, token)]) == [2]
+
+
+def test_costs_are_interpolated_and_never_fall():
+    cost = CostModel(16)
+    assert cost.curve()[9] > cost.curve()[1] == 1.0
+    for _ in range(5):
+        cost.observe(1, 0.010)
+        cost.observe(9, 0.014)
+        cost.observe(12, 0.012)
+    curve = cost.curve()
+    assert curve[1] == pytest.approx(0.010)
+    assert 0.010 < curve[5] < 0.014
+    assert (np.diff(curve) >= 0).all()
+
+
+def test_one_disturbed_step_moves_a_cost_little():
+    cost = CostModel(4)
+    for _ in range(10):
+        cost.observe(2, 0.010)
+    cost.observe(2, 5.0)
+    assert cost.curve()[2] < 0.0125
+
+
+def test_drafts_are_cut_without_orphans():
+    tree = Draft([5, 6, 7, 8, 9], parents=[-1, 0, 0, 2, -1], confidence=[0.1, 0.2, 0.3, 0.4, 0.5])
+    assert subset(tree, [0, 2, 3]).parents == [-1, 0, 1]
+    assert subset(tree, [0, 2, 3]).confidence == [0.1, 0.3, 0.4]
+    assert cut_depth(tree, 2).token_ids == [5, 6, 7, 9]
+    assert prefix(tree, 2).parents == [-1, 0]
+    bad = Draft([5, 99, 7, 8, -1], parents=[-1, 0, 0, 1, -1])
+    known, dropped = cut_unknown(bad, 10)
+    assert (known.token_ids, known.parents, dropped) == ([5, 7], [-1, 0], [2, 3, 1])
+    known, dropped = cut_unknown(Draft([1, -1, 2]), 10)
+    assert (known.token_ids, dropped) == ([1], [2, 3])
+    assert cut_unknown(Draft([1, 2]), 10) == (Draft([1, 2]), [])
+
+
+def test_counts_of_one_step():
+    metrics = SpeculativeMetrics()
+    draft = Draft([1, 2, 3, 4], source="s")
+    record(
+        metrics,
+        DraftOutcome(
+            draft,
+            num_accepted_drafts=3,
+            num_emitted_drafts=2,
+            num_new_tokens=2,
+            is_greedy=False,
+            unknown_depths=[5, 6],
+            unknown_source="s",
+            causes={"truncated_by_plan": 7},
+        ),
+    )
+    split = metrics.per_source["s"]
+    assert (metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (6, 2)
+    assert split.draft_tokens_per_position == [1, 1, 1, 1, 1, 1]
+    assert split.accepted_per_position == [1, 1, 0, 0, 0, 0]
+    assert metrics.rejection_causes == {
+        "stop": 1,
+        "sampled_otherwise": 1,
+        "out_of_vocabulary": 2,
+        "truncated_by_plan": 7,
+    }
+    assert metrics.acceptance_histogram == {2: 1}
