@@ -270,10 +270,10 @@ def test_a_draft_cut_by_a_stop_is_not_a_rejection(path: str) -> None:
     draft = propose(source, context([1, 2, 3, 9, 1]))
     source.observe([outcome(draft, accepted=1, bonus=False)])
     failures = source._calibration._failures[source._requests["r"].seat]
-    assert failures.tolist() == [4.0, 4.0]
+    assert failures == [4.0, 4.0]
     source.observe([outcome(Draft([7, 7]), accepted=0)])  # not ours: ignored
     source.observe([outcome(draft, accepted=0, request_id="unknown")])
-    assert failures.tolist() == [4.0, 4.0]
+    assert failures == [4.0, 4.0]
 
 
 def test_confidence_is_honest_for_a_stream_that_agrees_half_of_the_time(path: str) -> None:

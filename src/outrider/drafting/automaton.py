@@ -151,17 +151,26 @@ class PythonAutomaton:
         return state, self._states[state].length
 
     def walk(self, match: Match, num_tokens: int) -> list[Step]:
-        states, steps = self._states, []
-        state = self._settle(*match)
+        states, steps, last_place = self._states, [], len(self._text) - 1
+        state, place = self._settle(*match), -1  # place: in the text, once the context is unique
         while len(steps) < num_tokens:
-            while state > 0 and states[state].best < 0:
+            if 0 <= place < last_place:
+                place += 1
+                if self._text[place] < 0:
+                    break
+                steps.append(Step(self._text[place], 1, 1))
+                continue
+            if place >= 0:
+                state = self._last
+            while state > 0 and states[state].best < 0 and states[state].end == last_place:
                 state = states[state].link
-            if state <= 0:
+            here = states[state]
+            if state <= 0 or here.best < 0:
                 break
-            here, after = states[state], states[states[state].best]
-            total = here.count - (here.end == len(self._text) - 1)
-            steps.append(Step(self._text[after.end], after.count, max(total, after.count)))
-            state = here.best
+            after = states[here.best]
+            total = max(after.count, here.count - (here.end == last_place))
+            steps.append(Step(self._text[after.end], after.count, total))
+            state, place = here.best, after.end if after.count == 1 else -1
         return steps
 
     @property

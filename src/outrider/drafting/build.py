@@ -74,18 +74,21 @@ def _without_rule(config: Config) -> dict[str, Any]:
 
 
 def build_sources(
-    config: SpeculativeConfig, load_model: LoadModel | None = None
+    config: SpeculativeConfig, load_model: LoadModel | None = None, rule: str | None = None
 ) -> list[DraftSource]:
-    """The sources a config asks for, in its order; the accept rule in it is left out.
+    """The sources a config asks for, in its order.
 
     Args:
         config: see the module.
         load_model: loads the draft model that a config names.
+        rule: the accept rule, where `split_rule` has taken it out of the config already; a
+            drafter that samples has to know it.
 
     Raises:
         ConfigError: an unknown method, key or value; the message names the known ones.
     """
-    config, rule = split_rule(config)
+    config, own_rule = split_rule(config)
+    rule = own_rule if rule is None else _rule(rule)
     if config is None:
         return []
     if isinstance(config, DraftSource):

@@ -19,7 +19,8 @@ REMATCHED = 64
 class _Request:
     seat: int
     num_known: int = 0  # tokens its automaton holds
-    store_version: int = 0
+    store_version: int = 0  # of the store when it was last looked at
+    texts_version: int = 0  # of the owner's texts that the seat has
 
 
 class LookupSource(DraftSource):
@@ -64,28 +65,33 @@ class LookupSource(DraftSource):
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
         if not contexts:
             return []
-        rows, news = [], []
-        for context in contexts:
-            request = self._request(context)
-            rows.append(request.seat)
-            news.append(context.token_ids[request.num_known :])
-            request.num_known = len(context.token_ids)
-        seats = self._seats
-        seats.look_up(rows, news, budgets)
-        lengths = seats.lengths[rows].tolist()
-        return [self._draft(row, n) if n else Draft() for row, n in zip(rows, lengths, strict=True)]
+        seats: list[int] = []
+        message: list[int] = []
+        store_version = 0 if self._store is None else self._store.version
+        for context, budget in zip(contexts, budgets, strict=True):
+            tokens = context.token_ids
+            request = self._requests.get(context.request_id)
+            if request is None or request.num_known > len(tokens):  # or the id is used again
+                request = self._begin(context.request_id)
+            if request.store_version != store_version:
+                self._refresh(request, context, store_version)
+            new = tokens[request.num_known :].tolist()
+            request.num_known = len(tokens)
+            seats.append(request.seat)
+            message += (request.seat, budget, len(new))
+            message += new
+        self._seats.look_up(len(seats), message)
+        return self._seats.drafts_of(seats, self.name)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             request = self._requests.get(outcome.request_id)
             if request is None or outcome.draft.is_tree:
                 continue
-            n = len(outcome.draft)
             seat, seats = request.seat, self._seats
-            known = seats.drafts[seat, : seats.lengths[seat]].tolist()
-            if known[:n] != outcome.draft.token_ids:
-                continue  # not what was proposed last: nothing is known of its cells
-            self._calibration.observe(seat, seats.cells[seat, :n].tolist(), outcome)
+            (known,) = seats.drafts_of([seat], self.name)
+            if known.token_ids[: len(outcome.draft)] == outcome.draft.token_ids:  # the last one
+                self._calibration.observe(seat, seats.cells_of(seat), outcome)
 
     def finish(self, context: DraftContext) -> None:
         if self._store is not None:
@@ -96,26 +102,17 @@ class LookupSource(DraftSource):
         if request is not None:
             self._seats.leave(request.seat)
 
-    def _request(self, context: DraftContext) -> _Request:
-        request = self._requests.get(context.request_id)
-        if request is not None and request.num_known > len(context.token_ids):
-            self.release(context.request_id)  # the id was given to another request
-            request = None
-        if request is None:
-            request = self._requests[context.request_id] = _Request(self._seats.take())
-        if self._store is not None:
-            version = self._store.version(context.owner)
-            if version != request.store_version:
-                known = context.token_ids[: request.num_known]
-                texts = self._store.texts(context.owner)
-                self._seats.set_texts(request.seat, texts, known[-REMATCHED:])
-                request.store_version = version
+    def _begin(self, request_id: str) -> _Request:
+        self.release(request_id)
+        request = self._requests[request_id] = _Request(self._seats.take())
         return request
 
-    def _draft(self, seat: int, n: int) -> Draft:
-        seats = self._seats
-        return Draft(
-            token_ids=seats.drafts[seat, :n].tolist(),
-            confidence=seats.confidence[seat, :n].tolist(),
-            source=self.name,
-        )
+    def _refresh(self, request: _Request, context: DraftContext, store_version: int) -> None:
+        """Match the request anew where its owner's texts have changed."""
+        assert self._store is not None
+        version = self._store.version_of(context.owner)
+        if version != request.texts_version:
+            known = context.token_ids[: request.num_known]
+            texts = self._store.texts(context.owner)
+            self._seats.set_texts(request.seat, texts, known[-REMATCHED:])
+        request.store_version, request.texts_version = store_version, version

@@ -33,8 +33,8 @@ class OutputStore:
         assert max_tokens >= 4, max_tokens
         self.max_tokens = max_tokens
         self.num_tokens = 0
+        self.version = 0  # changes whenever any owner's texts do
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()  # least recently used first
-        self._version = 0
 
     def add(self, owner: str, tokens: np.ndarray) -> None:
         """Keep an output (int32 ids); of one longer than half of the store, its end."""
@@ -50,12 +50,12 @@ class OutputStore:
         shelf.young.extend(SEPARATOR)
         shelf.num_young += size
         self.num_tokens += size
-        self._version += 1
-        shelf.version = self._version
+        self.version += 1
+        shelf.version = self.version
         while self.num_tokens > self.max_tokens:
             self._evict()
 
-    def version(self, owner: str) -> int:
+    def version_of(self, owner: str) -> int:
         """Changes whenever the owner's texts do; 0 when there is none."""
         shelf = self._shelves.get(owner)
         return 0 if shelf is None else shelf.version
@@ -75,8 +75,8 @@ class OutputStore:
 
     def _evict(self) -> None:
         owner, shelf = next(iter(self._shelves.items()))
-        self._version += 1
-        shelf.version = self._version
+        self.version += 1
+        shelf.version = self.version
         if shelf.old is not None:
             self.num_tokens -= shelf.num_old
             shelf.old, shelf.num_old = None, 0

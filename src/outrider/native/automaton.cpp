@@ -77,19 +77,32 @@ public:
         length = states[state].length;
     }
 
-    // Steps to the most frequent next token and says how often it and its context occurred; at
-    // the end of the text (a repetition that runs up to it) goes on from the longest suffix that
-    // has a continuation. False where nothing follows.
-    bool follow(int32_t &state, int32_t &token, int32_t &count, int32_t &total) const {
-        while (state > 0 && states[state].best == kNone) state = states[state].link;
-        const State &s = states[state];
-        if (state <= 0 || s.best == kNone) return false;
-        const State &next = states[s.best];
+    // Where a draft has come to: a state, or a place in the text once its context is unique.
+    struct Walk {
+        int32_t state, place = kNone;
+    };
+
+    // Steps to the most frequent next token and says how often it and its context occurred. A
+    // context that ends with the text (a repetition that runs up to it) goes on as its longest
+    // suffix that occurred elsewhere. False where nothing follows.
+    bool follow(Walk &walk, int32_t &token, int32_t &count, int32_t &total) const {
+        const int32_t last_place = static_cast<int32_t>(text.size()) - 1;
+        if (walk.place != kNone && walk.place < last_place) {
+            token = text[++walk.place];
+            count = total = 1;
+            return token >= 0;
+        }
+        if (walk.place != kNone) walk.state = last;
+        while (walk.state > 0 && states[walk.state].best == kNone && states[walk.state].end == last_place)
+            walk.state = states[walk.state].link;
+        const State &here = states[walk.state];
+        if (walk.state <= 0 || here.best == kNone) return false;
+        const State &next = states[here.best];
         token = text[next.end];
         count = next.count;
-        total = s.count - (s.end == static_cast<int32_t>(text.size()) - 1);
-        total = std::max(total, count);
-        state = s.best;
+        total = std::max(count, here.count - (here.end == last_place));
+        walk.state = here.best;
+        walk.place = count == 1 ? next.end : kNone;
         return true;
     }
 
@@ -207,8 +220,8 @@ private:
 };
 
 
-// One batch of lookups. Every array is indexed by seat (a request's place) unless it says
-// otherwise; the layout is that of `Call` in drafting/seats.py.
+// What a batch of lookups reads and writes. Arrays are indexed by seat (the place of a request);
+// the layout is that of `_Call` in drafting/seats.py.
 struct Call {
     Automaton *const *own;          // over the request's text
     const Automaton *const *texts;  // [kTexts] per seat: other texts it may draft from, or null
@@ -219,11 +232,7 @@ struct Call {
     float *confidence;              // [width] per seat: out
     int32_t *cells;                 // [width] per seat: out, places in `table`
     int32_t *lengths;               // out: draft tokens
-    const int32_t *seats;           // [n]
-    const int32_t *starts;          // [n + 1]: new tokens of call i are tokens[starts[i]:starts[i + 1]]
-    const int32_t *budgets;         // [n]
-    const int32_t *tokens;
-    int32_t n, width, min_match;
+    int32_t width, min_match;
     float min_survival;             // a draft ends where it survives less often
 };
 
@@ -257,7 +266,8 @@ void draft(const Automaton &text, int32_t state, int32_t length, int kind, const
     float survival = 1;
     row.length = 0;
     row.expected = 0;
-    for (int32_t token, count, total; row.length < budget && text.follow(state, token, count, total); length++) {
+    Automaton::Walk walk{state};
+    for (int32_t token, count, total; row.length < budget && text.follow(walk, token, count, total); length++) {
         int32_t evidence = evidence_class(count, total);
         int32_t cell = (kind * kLengths + length_class(length)) * kEvidence + evidence;
         float failure = (1 - call.table[cell]) * factors[evidence >= 4];
@@ -271,14 +281,13 @@ void draft(const Automaton &text, int32_t state, int32_t length, int kind, const
     }
 }
 
-void look_up(const Call &call, int32_t i, Row &spare) {
-    const int32_t seat = call.seats[i], from = call.starts[i], to = call.starts[i + 1];
-    const int32_t budget = std::min(call.budgets[i], call.width);
+void look_up(const Call &call, int32_t seat, int32_t budget, const int32_t *tokens, int32_t num_tokens, Row &spare) {
+    budget = std::min(budget, call.width);
     const float *factors = call.factors + 2 * seat;
     const int64_t at = int64_t(seat) * call.width;
     Row best{call.drafts + at, call.cells + at, 0, call.confidence + at, 0};
     Automaton &own = *call.own[seat];
-    own.extend(call.tokens + from, to - from);
+    own.extend(tokens, num_tokens);
     int32_t state, length;
     own.repeated(state, length);
     if (length >= call.min_match) draft(own, state, length, 0, factors, call, budget, best);
@@ -286,7 +295,7 @@ void look_up(const Call &call, int32_t i, Row &spare) {
         const Automaton *text = call.texts[kTexts * seat + k];
         if (!text) continue;
         int32_t *match = call.matches + 2 * (kTexts * seat + k);
-        for (int32_t t = from; t < to; t++) text->advance(match[0], match[1], call.tokens[t]);
+        for (int32_t t = 0; t < num_tokens; t++) text->advance(match[0], match[1], tokens[t]);
         text->settle(match[0], match[1]);
         if (match[1] < call.min_match) continue;
         draft(*text, match[0], match[1], 1, factors, call, budget, spare);
@@ -336,17 +345,24 @@ int32_t outrider_automaton_walk(const void *a, const int32_t *match, int32_t *ro
     const Automaton &automaton = *static_cast<const Automaton *>(a);
     int32_t state = match[0], i = 0;
     automaton.settle(state, match[1]);
-    while (i < n && automaton.follow(state, rows[3 * i], rows[3 * i + 1], rows[3 * i + 2])) i++;
+    Automaton::Walk walk{state};
+    while (i < n && automaton.follow(walk, rows[3 * i], rows[3 * i + 1], rows[3 * i + 2])) i++;
     return i;
 }
 
-// Takes in the new tokens of every request of the batch and drafts for each.
-void outrider_lookup(const void *call) {
-    const Call &batch = *static_cast<const Call *>(call);
-    std::vector<int32_t> numbers(2 * static_cast<size_t>(batch.width));
-    std::vector<float> confidence(batch.width);
-    outrider::Row spare{numbers.data(), numbers.data() + batch.width, 0, confidence.data(), 0};
-    for (int32_t i = 0; i < batch.n; i++) outrider::look_up(batch, i, spare);
+// Takes in the new tokens of n requests and drafts for each. The message holds for every request
+// its seat, its budget, the number of new tokens and these tokens.
+void outrider_lookup(const void *call, int32_t n, const int32_t *message) {
+    const Call &seats = *static_cast<const Call *>(call);
+    thread_local std::vector<int32_t> numbers;
+    thread_local std::vector<float> confidence;
+    numbers.resize(2 * static_cast<size_t>(seats.width));
+    confidence.resize(seats.width);
+    outrider::Row spare{numbers.data(), numbers.data() + seats.width, 0, confidence.data(), 0};
+    for (int32_t i = 0; i < n; i++) {
+        outrider::look_up(seats, message[0], message[1], message + 3, message[2], spare);
+        message += 3 + message[2];
+    }
 }
 
 }  // extern "C"
