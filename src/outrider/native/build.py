@@ -39,9 +39,13 @@ def library() -> ctypes.CDLL | None:
         lib = ctypes.CDLL(str(_build(compiler)))
     except (subprocess.CalledProcessError, OSError) as error:
         detail = getattr(error, "stderr", "") or str(error)
-        log.warning("the kernels did not compile, running on plain torch, slower: %s", detail[-500:])
+        log.warning(
+            "the kernels did not compile, running on plain torch, slower: %s", detail[-500:]
+        )
         return None
-    lib.outrider_set_num_threads(int(os.environ.get("OUTRIDER_NUM_THREADS", torch.get_num_threads())))
+    lib.outrider_set_num_threads(
+        int(os.environ.get("OUTRIDER_NUM_THREADS", torch.get_num_threads()))
+    )
     return lib
 
 

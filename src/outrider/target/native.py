@@ -262,9 +262,7 @@ class _PackedWeights:
         sizes = {"qkv": qkv * hidden, "attention_out": query * hidden}
         sizes |= {"gate_up": 2 * wide * hidden, "down": wide * hidden}
         element = torch.finfo(dtype).bits // 8
-        self.num_bytes = element * (
-            config.num_hidden_layers * sum(sizes.values()) + vocab * hidden
-        )
+        self.num_bytes = element * (config.num_hidden_layers * sum(sizes.values()) + vocab * hidden)
         self._block = lib.outrider_allocate(self.num_bytes)
         if not self._block:
             raise MemoryError(f"no memory for {self.num_bytes} bytes of weights")

@@ -10,7 +10,7 @@ EXACT_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 def rope_parameters(config: Any, layer_kind: str) -> dict[str, Any]:
     """The rope parameters of one kind of layer ("full_attention", "sliding_attention")."""
     parameters = config.rope_parameters
-    return parameters[layer_kind] if layer_kind in parameters else parameters
+    return parameters.get(layer_kind, parameters)
 
 
 def why_not_exact(config: Any) -> str | None:
