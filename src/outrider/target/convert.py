@@ -13,6 +13,8 @@ import torch
 
 from outrider.cache import cache_dir
 from outrider.errors import ModelError
+from outrider.target import gguf
+from outrider.target.gguf import GGUFFile
 from outrider.tokenizer import Tokenizer
 
 VERSION = 1  # raise it when a conversion comes out differently: old ones are then made again
@@ -43,16 +45,16 @@ def _convert(path: Path, dtype: torch.dtype, directory: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    from outrider.target import gguf, gguf_tokenizer
+    from outrider.target import gguf_tokenizer
 
-    file = gguf.GGUFFile(path)
+    file = GGUFFile(path)
     if file.architecture in gguf.FAMILIES and gguf_tokenizer.is_known(file):
         settings = gguf.hf_config(file)
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         weights = gguf.state_dict(file, dtype)
         tokenizer = gguf_tokenizer.build_tokenizer(file)
     else:
-        config, weights, tokenizer = _read_by_transformers(path, dtype)
+        config, weights, tokenizer = _read_by_transformers(file, dtype)
     values = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(values, indent=1))
     tokenizer.save(directory)
@@ -69,11 +71,18 @@ def _convert(path: Path, dtype: torch.dtype, directory: Path) -> None:
 
 
 def _read_by_transformers(
-    path: Path, dtype: torch.dtype
+    file: GGUFFile, dtype: torch.dtype
 ) -> tuple[Any, dict[str, torch.Tensor], Tokenizer]:
     """Configuration, weights and tokenizer of a family that only transformers knows. Slow."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    path = file.path
+    scaled = file.get("rope.scaling.type", "none") != "none"
+    if scaled or any(name.startswith("rope_f") for name in file.tensors):
+        raise ModelError(
+            f"{path} is of the family {file.architecture!r}, which is read through transformers, "
+            "and that loses its position scaling; give the model in Hugging Face's format"
+        )
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

@@ -47,7 +47,7 @@ class LoadedModel:
     module: "PreTrainedModel | None" = None
 
     def config_object(self) -> Any:
-        """The configuration as an object; transformers' own only where it must compute something."""
+        """The configuration as an object; transformers' own only where it has to compute."""
         rope = self.config.get("rope_parameters") or {}
         tables = [t for t in (rope, *rope.values()) if isinstance(t, dict)]
         if all(t.get("rope_type", "default") == "default" for t in tables):
@@ -69,8 +69,11 @@ class LoadedModel:
             tensors = dict(self.hf_model().state_dict())
             if self.config.get("tie_word_embeddings"):
                 tensors.pop("lm_head.weight", None)
+        # A model that also sees pictures keeps its language model one level down.
         return {
-            name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            name.replace("language_model.", ""): tensor.to(self.dtype)
+            if tensor.is_floating_point()
+            else tensor
             for name, tensor in tensors.items()
         }
 
@@ -161,7 +164,7 @@ def load_model(
         own = Tokenizer.from_directory(path) if tokenizer is None else None
     else:
         config = _hf_config(path, name)
-        own = _hf_tokenizer(str(path)) if tokenizer is None else None
+        own = _hf_tokenizer(path) if tokenizer is None else None
     found = own or resolve_tokenizer(tokenizer)
     eos = _eos_ids(path, config, found)
     return LoadedModel(name, config, found, kind, where, eos, directory=path)
@@ -192,7 +195,7 @@ def resolve_tokenizer(tokenizer: Any) -> Tokenizer | None:
         path, _ = find_model(tokenizer)
         if path.suffix == ".gguf":
             return load_model(path).tokenizer
-        return _hf_tokenizer(str(path))
+        return _hf_tokenizer(path)
     return Tokenizer.from_transformers(tokenizer)
 
 
@@ -217,14 +220,16 @@ def _hf_config(path: Path, name: str) -> dict[str, Any]:
     return config.get_text_config(decoder=True).to_dict()
 
 
-def _hf_tokenizer(name: str) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face directory; None where there is none."""
+def _hf_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face directory; None where there is none: ids still work."""
+    if not any(path.glob("tokenizer*")) and not any(path.glob("vocab*")):
+        return None
     from transformers import AutoTokenizer
 
     try:
-        return Tokenizer.from_transformers(AutoTokenizer.from_pretrained(name))
-    except (ValueError, OSError, KeyError, TypeError, ImportError):
-        return None  # the model still runs on token ids
+        return Tokenizer.from_transformers(AutoTokenizer.from_pretrained(path))
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        raise ModelError(f"cannot read the tokenizer in {path}: {error}") from error
 
 
 def _from_pretrained(loaded: LoadedModel) -> "PreTrainedModel":
@@ -253,7 +258,7 @@ def _from_module(
     eos = _as_ids(getattr(model.generation_config, "eos_token_id", None)) or _as_ids(
         config.get("eos_token_id")
     )
-    module = model.to(kind)
+    module = model.to(kind)  # pyright: ignore[reportArgumentType]
     return LoadedModel(name, config, found, kind, module.device, eos, module=module)
 
 

