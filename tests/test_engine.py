@@ -21,8 +21,9 @@ from engine_cases import (
     right_with_junk,
     tree_with_branch_last,
 )
-from fakes import ALPHABET, FakeTarget, ReplaySource, make_engine, run
+from fakes import ALPHABET, HALVES, FakeTarget, ReplaySource, make_engine, run
 
+from outrider.drafting.draft_model import DraftModelSource
 from outrider.drafting.source import Draft
 from outrider.results import RequestOutput
 
@@ -249,3 +250,57 @@ def test_source_that_stops_drafting_does_not_stop_the_request():
     found = run(engine, prompts(2))
     assert_same(found, plain)
     assert found["r0"].outputs[0].token_sources[20:] == ["target"] * 20
+
+
+def test_stop_string_at_token_three_of_twelve_accepted():
+    prompt = [20, 21, 22]
+    letters = {"allowed_token_ids": range(1, 27)}
+    free = run(make_engine(), {"r": (prompt, params(**letters))})["r"].outputs[0]
+    source = ReplaySource({"r": free.token_ids}, lambda rest, context: Draft(rest[:12]))
+    # the first token comes with the prompt, so token three of the first block is the fourth
+    engine = make_engine([source])
+    output = run(engine, {"r": (prompt, params(stop=free.text[2:4], **letters))})["r"].outputs[0]
+    assert (output.text, output.token_ids) == (free.text[:2], free.token_ids[:4])
+    assert engine.metrics.num_accepted_draft_tokens == 3
+    assert engine.metrics.rejection_causes["stop"] == 9
+
+
+def test_a_draft_model_needs_to_know_nothing_of_stop_strings():
+    free = run(make_engine(), prompts(3))
+    wanted = {
+        name: (prompt, params(stop=[free[name].outputs[0].text[8:10]], logprobs=1))
+        for name, (prompt, _) in prompts(3).items()
+    }
+    plain = run(make_engine(), wanted)
+    engine = make_engine([DraftModelSource(FakeTarget(VOCAB), 5)])
+    assert_same(run(engine, wanted), plain)
+    assert engine.metrics.num_accepted_draft_tokens > 5
+    assert {result.outputs[0].finish_reason for result in plain.values()} == {"stop"}
+
+
+def test_characters_split_over_tokens_and_blocks_stream_whole():
+    halves = [ALPHABET.pieces.index(half) for half in HALVES]
+    text = [*halves, 1, *halves[2:], *halves[:2], 2, *halves]
+    for block in range(1, 6):
+        # a target that says the text: biased so strongly that nothing else is possible
+        source = ReplaySource({"r": text}, lambda rest, context, n=block: Draft(rest[:n]))
+        engine = make_engine([source], target=TalkingTarget(text))
+        output = run(engine, {"r": ([5, 6], params(max_tokens=len(text)))})["r"].outputs[0]
+        assert output.token_ids == text
+        assert output.text == "€🙂a🙂€b€🙂"
+
+
+class TalkingTarget(FakeTarget):
+    """Says a given text after a prompt of two tokens."""
+
+    def __init__(self, text: list[int]) -> None:
+        super().__init__(VOCAB)
+        self.text = text
+
+    def forward(self, batch):
+        output = super().forward(batch)
+        places = batch.positions[batch.logits_rows] - 1
+        for row, place in enumerate(places.tolist()):
+            if place < len(self.text):
+                output.logits[row, self.text[place]] = 100.0
+        return output

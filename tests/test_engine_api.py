@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from fakes import ALPHABET, FakeTarget, FakeTokenizer
 
 import outrider
 from outrider import LLM, Draft, SamplingParams, ScriptedSource
+from outrider.drafting.build import METHODS, PLANNED
 from outrider.errors import ConfigError, PromptError, SamplingError
 
 VOCAB = len(ALPHABET.pieces)
@@ -65,6 +67,16 @@ def test_importing_outrider_imports_nothing_heavy():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_outside_drafting_no_line_names_a_method():
+    names = [*METHODS, *PLANNED, "draft_model"]
+    quoted = re.compile(rf"""["']({"|".join(names)})["']""")
+    package = Path(outrider.__file__).parent
+    files = [package / "llm.py", *package.glob("engine/*.py"), *package.glob("policy/*.py")]
+    assert len(files) > 12
+    for file in [*files, *package.glob("target/*.py")]:
+        assert not quoted.findall(file.read_text()), file
 
 
 def test_every_way_to_give_a_prompt_is_the_same_prompt():

@@ -15,7 +15,7 @@ from outrider.drafting.build import SpeculativeConfig, build_sources, split_rule
 from outrider.engine.engine import Engine
 from outrider.engine.verification import make_verifier
 from outrider.errors import ConfigError, PromptError, SamplingError
-from outrider.results import RequestOutput, StreamChunk
+from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
 
@@ -115,6 +115,11 @@ class LLM:
         )
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[StreamChunk]] = {}
+
+    @property
+    def metrics(self) -> SpeculativeMetrics:
+        """Totals over all requests so far."""
+        return self.engine.metrics
 
     def generate(
         self,

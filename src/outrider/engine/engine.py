@@ -22,7 +22,7 @@ from outrider.engine.verification import MatchingVerifier, NewTokens, Verifier
 from outrider.errors import ConfigError, SourceError
 from outrider.policy.cost import CostModel
 from outrider.policy.feedback import DraftOutcome, record
-from outrider.policy.planner import Planner
+from outrider.policy.planner import Planner, Policy
 from outrider.results import Logprob, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
@@ -56,7 +56,7 @@ class Engine:
         max_num_batched_tokens: int = 512,
         kv_cache_tokens: int = 16384,
         max_model_len: int | None = None,
-        planner: Planner | None = None,
+        planner: Policy | None = None,
         seed: int | None = None,
     ) -> None:
         _check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
@@ -68,7 +68,7 @@ class Engine:
         self.max_model_len = min(limit, num_pages * PAGE_SIZE)  # one request always fits alone
         self.arena = KVArena(num_pages)
         self.cost = CostModel(max_num_batched_tokens)
-        self.planner = planner or Planner(self.cost, is_biased_rule=self.verifier.is_biased)
+        self.planner: Policy = planner or Planner(self.cost, self.verifier.is_biased)
         self.speculation = Speculation(sources, self.planner, target.vocab_size, self.arena)
         self.scheduler = Scheduler(
             self.arena, max_num_seqs, max_num_batched_tokens, DRAFT_ROWS if sources else 0

@@ -13,7 +13,7 @@ from outrider.engine.request import Request
 from outrider.engine.scheduler import Work
 from outrider.errors import SourceError
 from outrider.policy.feedback import DraftOutcome
-from outrider.policy.planner import Planner
+from outrider.policy.planner import Policy
 from outrider.target.kv import KVArena
 
 
@@ -48,7 +48,7 @@ class Speculation:
     """All sources of one engine. `layer_ids` is the union of the features they read."""
 
     def __init__(
-        self, sources: Sequence[DraftSource], planner: Planner, vocab_size: int, arena: KVArena
+        self, sources: Sequence[DraftSource], planner: Policy, vocab_size: int, arena: KVArena
     ) -> None:
         self.sources = _with_distinct_names(sources)
         self.planner = planner

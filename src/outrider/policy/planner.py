@@ -8,6 +8,7 @@ not pay is not done.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,20 @@ DEFAULT_CONFIDENCE = 0.5  # of a source that gives none, before anything was obs
 EXPLORE_EVERY = 64  # one step in so many goes beyond what pays, so that estimates stay alive
 PRIOR_WEIGHT = 4.0  # expected tokens before observations outweigh a source's own confidence
 MEMORY = 200.0  # expected tokens after which older observations fade
+
+
+class Policy(Protocol):
+    """What the engine asks of a plan; `Planner` is the default."""
+
+    def budgets(self, source: DraftSource, rooms: Sequence[int], row_budget: int) -> list[int]: ...
+
+    def choose(
+        self, proposals: Sequence[Sequence[Draft]], num_rows: int, row_budget: int
+    ) -> list[Draft]: ...
+
+    def observe(self, source_name: str, draft: Draft, num_accepted_drafts: int) -> None: ...
+
+    def observe_call(self, source_name: str, num_accepted_drafts: int) -> None: ...
 
 
 @dataclass(slots=True)
