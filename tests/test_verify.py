@@ -244,6 +244,14 @@ def test_drafts_that_were_not_drawn(
     check_same(texts, target, 4, 3)
 
 
+@pytest.mark.parametrize("rule", [rejection, accept_block])
+def test_a_token_that_cannot_have_been_drawn_is_not_kept(rule: Rule) -> None:
+    target = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
+    draft = torch.tensor([[0.0, 0.5, 0.5]])  # claims never to draw token 0
+    for key in range(20):
+        assert rule([0], target, draft, key, 0).num_accepted_drafts == 0
+
+
 def test_block_keeps_at_least_as_many_as_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(4):
         target, draft = random_model(3, seed), random_model(3, seed + 50)

@@ -79,15 +79,20 @@ def check_against_vocab(
                 raise SamplingError(
                     f"{name} holds token id {token_id}, expected ids from 0 to {vocab_size - 1}"
                 )
-    allowed = params.allowed_token_ids
-    left = set(range(vocab_size) if allowed is None else allowed)
-    left.difference_update(params.banned_token_ids or ())
-    if not left:
+    banned = set(params.banned_token_ids or ())
+    stops = {i for i in _stop_ids(params, eos_token_ids) if i < vocab_size}
+    if not _any_left(params.allowed_token_ids, vocab_size, banned):
         raise SamplingError("banned_token_ids holds every token that may be chosen")
-    if params.min_tokens and left.issubset(_stop_ids(params, eos_token_ids)):
+    if params.min_tokens and not _any_left(params.allowed_token_ids, vocab_size, banned | stops):
         raise SamplingError(
             f"min_tokens is {params.min_tokens}, but all the tokens allowed would end the text"
         )
+
+
+def _any_left(allowed: Sequence[int] | None, vocab_size: int, excluded: set[int]) -> bool:
+    if allowed is None:
+        return len(excluded) < vocab_size
+    return not excluded.issuperset(allowed)
 
 
 def edit_logits(logits: np.ndarray, group: RowGroup) -> None:

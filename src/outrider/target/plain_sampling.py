@@ -16,17 +16,19 @@ def sample(
     logits: torch.Tensor, rows: np.ndarray, id_map: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int32 [R] and probabilities float32 [R] of float32 logits [R, C]; rows is ROW [R]."""
-    greedy = torch.from_numpy(rows["temperature"] == 0).to(logits.device)[:, None]  # [R, 1]
     kept, weights = _warp(logits, rows)
-    scores = logits.double() / _column(rows, "temperature", logits)  # inf or NaN where greedy
-    keys = [
-        mix(key, position)
-        for key, position in zip(rows["noise_key"].tolist(), rows["position"].tolist(), strict=True)
-    ]
     columns = np.arange(logits.shape[1]) if id_map is None else id_map
-    noise = gumbel_rows(keys, torch.from_numpy(columns.astype(np.int64)).to(logits.device))
-    scores = torch.where(kept & logits.isfinite(), scores + noise, -torch.inf)
-    choices = _first_largest(torch.where(greedy, logits.double(), scores))
+    scores = logits.double()
+    drawn = np.flatnonzero(rows["temperature"] > 0).tolist()
+    if drawn:
+        ids = torch.from_numpy(columns.astype(np.int64)).to(logits.device)
+        places = zip(
+            rows["noise_key"][drawn].tolist(), rows["position"][drawn].tolist(), strict=True
+        )
+        noise = gumbel_rows([mix(key, position) for key, position in places], ids)
+        noisy = scores[drawn] / _column(rows[drawn], "temperature", logits) + noise
+        scores[drawn] = torch.where(kept[drawn], noisy, -torch.inf)
+    choices = _first_largest(scores)
     chosen_weights = weights.gather(1, choices[:, None])[:, 0]
     probs = chosen_weights / torch.where(kept, weights, 0.0).sum(1)
     return columns[choices.cpu().numpy()].astype(np.int32), probs.float().cpu().numpy()
