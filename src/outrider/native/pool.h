@@ -16,7 +16,8 @@ void on_all_threads(const std::function<void(int)> &body);
 // Waits inside a job until every thread of the pool has come here.
 void barrier();
 
-// Runs body(i) for i in [0, n), chunk at a time, over all threads, as a job of its own.
+// Runs body(i) for i in [0, n), chunk at a time, over the threads that are free to help; one
+// that has lost its core is not waited for.
 void parallel_for(long n, long chunk, const std::function<void(long)> &body);
 
 }  // namespace outrider
