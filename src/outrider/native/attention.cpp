@@ -88,14 +88,14 @@ void Attention<E>::begin_layer() {
 }
 
 template <class E>
-void Attention<E>::run(long index, int thread, const LayerKV<E> &kv, const E *queries, int window,
-                       E *out) {
+void Attention<E>::run(long index, int thread, const LayerKV<E> &kv, const E *queries,
+                       const Scoring &scoring, E *out) {
     const AttentionPlan::Item &item = plan_.items[index];
     const AttentionPlan::Tile &tile = plan_.tiles[item.tile];
     Scratch &s = scratch_[thread];
     int group = shape_.group(), count = tile.rows * group;
     const E *mine = queries + (long(item.head) * batch_.rows + tile.row) * group * shape_.head_dim;
-    Job job{tile, kv, mine, item.head, count, window};
+    Job job{tile, kv, mine, scoring, item.head, count};
 
     const long size = long(count) * stride();  // of one segment's partials
     float *partials = partials_.data() + tile.slot * stride() + item.head * tile.segments * size;
@@ -117,7 +117,7 @@ void Attention<E>::run(long index, int thread, const LayerKV<E> &kv, const E *qu
 template <class E>
 typename Attention<E>::Span Attention<E>::visible_pages(const Job &job, int segment) const {
     int newest = batch_.positions[job.tile.row + job.tile.rows - 1];
-    int oldest = job.window ? std::max(0, batch_.positions[job.tile.row] - job.window + 1) : 0;
+    int oldest = job.scoring.window ? std::max(0, batch_.positions[job.tile.row] - job.scoring.window + 1) : 0;
     return {std::max(segment * kPagesPerSegment, oldest / kPage),
             std::min((segment + 1) * kPagesPerSegment, newest / kPage + 1)};
 }
@@ -128,8 +128,8 @@ void Attention<E>::find_pages(Scratch &s, const Job &job, Span span) {
     const int request = job.tile.request, *pages = batch_.pages + batch_.page_offsets[request];
     int tail = batch_.is_tree[request] ? batch_.context_lens[request] / kPage : span.end;
     for (int j = span.first; j < std::min(tail, span.end); j++) {
-        s.key_pages[j - span.first] = job.kv.key_page(job.head, pages[j], shape_);
-        s.value_pages[j - span.first] = job.kv.value_page(job.head, pages[j], shape_);
+        s.key_pages[j - span.first] = job.kv.key_page(job.head, pages[j]);
+        s.value_pages[j - span.first] = job.kv.value_page(job.head, pages[j]);
     }
     if (tail < span.end) build_tail(s, job, span, std::max(tail, span.first));
 }
@@ -143,24 +143,20 @@ void Attention<E>::build_tail(Scratch &s, const Job &job, Span span, int first_p
     const long elements = shape_.page_elements();
     s.tail_keys.assign((span.end - first_page) * elements, E{});
     s.tail_values.assign((span.end - first_page) * elements, E{});
+    const LayerKV<E> tail{s.tail_keys.data(), s.tail_values.data(), span.end - first_page, shape_};
     for (int row = job.tile.row - first_row, at = position; at >= start; at--) {
         int slot = at >= context ? context + row : at;
         if (at >= context) row = batch_.parents[first_row + row];
         if (at >= span.end * kPage) continue;
-        const E *keys = job.kv.key_page(job.head, pages[slot / kPage], shape_);
-        const E *values = job.kv.value_page(job.head, pages[slot / kPage], shape_);
-        E *to_keys = &s.tail_keys[(at - start) / kPage * elements];
-        E *to_values = &s.tail_values[(at - start) / kPage * elements];
-        for (int d = 0; d < shape_.head_dim; d++) {
-            long tile = long(d / kLanes) * kLanes * kPage;
-            to_keys[tile_index(keys, d, at % kPage)] = keys[tile_index(keys, d, slot % kPage)];
-            to_values[tile + tile_index(values, at % kPage, d % kLanes)] =
-                values[tile + tile_index(values, slot % kPage, d % kLanes)];
+        for (int d = 0; d < shape_.head_dim; d += kLanes) {
+            E key[kLanes], value[kLanes];
+            job.kv.take(job.head, pages[slot / kPage], slot % kPage, d, key, value);
+            tail.place(0, (at - start) / kPage, at % kPage, d, key, value);
         }
     }
     for (int j = first_page; j < span.end; j++) {
-        s.key_pages[j - span.first] = &s.tail_keys[(j - first_page) * elements];
-        s.value_pages[j - span.first] = &s.tail_values[(j - first_page) * elements];
+        s.key_pages[j - span.first] = tail.key_page(0, j - first_page);
+        s.value_pages[j - span.first] = tail.value_page(0, j - first_page);
     }
 }
 
@@ -199,11 +195,12 @@ void Attention<E>::weigh(Scratch &s, const Job &job, Span span, int query, float
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float *scores = &s.scores[query * kSegment];
     const int position = batch_.positions[job.tile.row + query / shape_.group()];
-    const int hidden = job.window ? position - job.window : -1;  // the newest out of sight behind
+    const int hidden = job.scoring.window ? position - job.scoring.window : -1;  // the newest out of sight behind
+    const float scale = job.scoring.scale, softcap = job.scoring.softcap;
     f32x16 top = splat(kNever);
     for (int j = 0; j < span.pages(); j++) {
-        f32x16 score = load(scores + j * kPage);
-        if (shape_.softcap) score = tanh(score / shape_.softcap) * shape_.softcap;
+        f32x16 score = load(scores + j * kPage) * scale;
+        if (softcap) score = tanh(score / softcap) * softcap;
         int start = (span.first + j) * kPage;
         if (start + kPage - 1 > position || start <= hidden) {
             i32x16 at = lanes + start;

@@ -8,40 +8,18 @@
 #include <atomic>
 #include <vector>
 
-#include "multiply.h"
+#include "kv.h"
 
 namespace outrider {
 
-constexpr int kPage = kLanes;  // positions per KV page
 constexpr int kSegment = 256;
 constexpr int kPagesPerSegment = kSegment / kPage;
 
-struct Batch {  // mirrored in outrider/target/native.py
-    int rows, requests, logits_count, tap_count;
-    const int *tokens, *positions, *row_starts, *context_lens, *page_offsets, *pages, *parents;
-    const uint8_t *is_tree;
-    const int *logits_rows, *tap_layers;
-    float *logits, *taps;
-};
-
-struct AttentionShape {
-    int heads, kv_heads, head_dim;
+// What one layer does with its scores.
+struct Scoring {
+    float scale;
     float softcap;  // 0: none
-    int group() const { return heads / kv_heads; }
-    long page_elements() const { return long(kPage) * head_dim; }
-};
-
-// K and V of one layer: [kv head][page][16 positions x head_dim], tiled as in multiply.h.
-template <class E>
-struct LayerKV {
-    E *keys, *values;
-    long pages;
-    E *key_page(int head, long page, const AttentionShape &s) const {
-        return keys + (head * pages + page) * s.page_elements();
-    }
-    E *value_page(int head, long page, const AttentionShape &s) const {
-        return values + (head * pages + page) * s.page_elements();
-    }
+    int window;     // 0: the whole text
 };
 
 // The work of one forward's attention, the same for every layer.
@@ -65,11 +43,11 @@ class AttentionPlan {
 template <class E>
 class Attention {
   public:
-    // queries: [kv head][row][group][head_dim], scaled; out: [row][heads * head_dim].
     void prepare(const Batch &batch, const AttentionShape &shape, int threads);
     long items() const { return long(plan_.items.size()); }
     void begin_layer();
-    void run(long item, int thread, const LayerKV<E> &kv, const E *queries, int window, E *out);
+    // queries: [kv head][row][group][head_dim]; out: [row][heads * head_dim].
+    void run(long item, int thread, const LayerKV<E> &kv, const E *queries, const Scoring &scoring, E *out);
 
   private:
     struct Scratch {
@@ -82,7 +60,8 @@ class Attention {
         const AttentionPlan::Tile &tile;
         const LayerKV<E> &kv;
         const E *queries;
-        int head, count, window;
+        const Scoring &scoring;
+        int head, count;
     };
     struct Span {
         int first, end;  // pages of the text

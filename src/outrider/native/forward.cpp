@@ -5,7 +5,6 @@
 // Legend: T rows, H hidden width, Q = heads * head_dim, E float or bf16 (weights, KV, inputs of
 // matrix products; sums, norms and the residual stream are float throughout).
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 
 #include "attention.h"
@@ -77,14 +76,10 @@ class Model final : public AnyModel {
   public:
     explicit Model(const ModelSpec &spec)
         : spec_(spec), layers_(spec.layer, spec.layer + spec.layers),
-          shape_{spec.heads, spec.kv_heads, spec.head_dim, spec.attention_softcap} {}
-    ~Model() override { std::free(kv_); }
+          shape_{spec.heads, spec.kv_heads, spec.head_dim}, kv_(spec.layers, shape_) {}
 
-    void allocate_kv(long pages) override {
-        std::free(kv_);
-        pages_ = pages;
-        kv_ = static_cast<E *>(std::calloc(2 * spec_.layers * zone(), sizeof(E)));
-    }
+    void allocate_kv(long pages) override { kv_.allocate(pages); }
+    void move_kv(const int *from, const int *to, int n) override { kv_.move(from, to, n); }
 
     void forward(const Batch &batch) override {
         int threads = num_threads();
@@ -95,20 +90,14 @@ class Model final : public AnyModel {
         shares_->reset();
         batch_ = batch;
         reserve_scratch();
-        find_blocks();
+        blocks_ = find_blocks(batch);
         attention_.prepare(batch, shape_, threads);
         on_all_threads([this](int thread) { run(thread); });
     }
 
-    void move_kv(const int *from, const int *to, int n) override;
-
   private:
     enum Phase { kNormIn, kQkv, kRope, kAttend, kOut, kNormMlp, kGateUp, kDown, kPhases };
 
-    long zone() const { return long(spec_.kv_heads) * pages_ * shape_.page_elements(); }
-    LayerKV<E> kv_of(int layer) const {
-        return {kv_ + 2 * layer * zone(), kv_ + (2 * layer + 1) * zone(), pages_};
-    }
     int query_width() const { return spec_.heads * spec_.head_dim; }
     int kv_width() const { return spec_.kv_heads * spec_.head_dim; }
 
@@ -117,11 +106,6 @@ class Model final : public AnyModel {
     void embed(int row);
     void add_and_norm(int row, const float *post_norm, const float *norm, int tapped_layer);
     void norm_row(const float *x, const float *weight, E *out) const;
-    struct RowBlock {
-        int row, rows, lane;
-        long page;
-    };
-    void find_blocks();
     void rotate_and_store(int row, const RowBlock &block, int head, const LayerSpec &layer,
                           const LayerKV<E> &kv);
     template <class Epilogue>
@@ -136,8 +120,7 @@ class Model final : public AnyModel {
     ModelSpec spec_;
     std::vector<LayerSpec> layers_;
     AttentionShape shape_;
-    long pages_ = 0;
-    E *kv_ = nullptr;
+    KVStore<E> kv_;
     int threads_ = 0;
     std::unique_ptr<Shares> shares_;
     Attention<E> attention_;
@@ -170,7 +153,8 @@ void Model<E>::run(int thread) {
     const int rows = batch_.rows, H = spec_.hidden, width = query_width() + 2 * kv_width();
     for (int l = 0; l < spec_.layers; l++) {
         const LayerSpec &layer = layers_[l];
-        const LayerKV<E> kv = kv_of(l);
+        const LayerKV<E> kv = kv_.layer(l);
+        const Scoring scoring{spec_.query_scale, spec_.attention_softcap, layer.window};
         int phase = l * kPhases;
         each(phase + kNormIn, thread, rows, [&](int row) {
             if (l == 0) embed(row);
@@ -187,7 +171,7 @@ void Model<E>::run(int thread) {
                 rotate_and_store(row, block, item % spec_.kv_heads, layer, kv);
         });
         each(phase + kAttend, thread, int(attention_.items()), [&](int item) {
-            attention_.run(item, thread, kv, queries_.data(), layer.window, heads_.data());
+            attention_.run(item, thread, kv, queries_.data(), scoring, heads_.data());
         });
         linear(phase + kOut, thread, heads_.data(), rows, query_width(), layer.attention_out, H,
                [&](int row, int column, const float *sums, int n) {
@@ -302,36 +286,17 @@ void Model<E>::rotate_and_store(int row, const RowBlock &block, int head, const 
         float *query = qkv + (head * group + g) * dim;
         rotate_head(query, spec_, layer.query_norm, rope);
         E *to = &queries_[((long(head) * batch_.rows + row) * group + g) * dim];
-        for (int d = 0; d < dim; d += kLanes) store(to + d, load(query + d) * spec_.query_scale);
+        for (int d = 0; d < dim; d += kLanes) store(to + d, load(query + d));
     }
     float *key = qkv + query_width() + head * dim;
     const float *value = key + kv_width();
     rotate_head(key, spec_, layer.key_norm, rope);
-    E *keys = kv.key_page(head, block.page, shape_), *values = kv.value_page(head, block.page, shape_);
-    const int lane = block.lane + row - block.row;
-    for (int tile = 0; tile < dim; tile += kLanes) {
+    for (int d = 0; d < dim; d += kLanes) {
         E k[kLanes], v[kLanes];
-        store(k, load(key + tile));
-        store(v, load(value + tile));
-        for (int d = 0; d < kLanes; d++) {
-            keys[tile_index(keys, tile + d, lane)] = k[d];
-            values[long(tile) * kPage + tile_index(values, lane, d)] = v[d];
-        }
+        store(k, load(key + d));
+        store(v, load(value + d));
+        kv.place(head, block.page, block.lane + row - block.row, d, k, v);
     }
-}
-
-// New rows that go into one KV page: threads never write to the same cache lines.
-template <class E>
-void Model<E>::find_blocks() {
-    blocks_.clear();
-    for (int b = 0; b < batch_.requests; b++)
-        for (int row = batch_.row_starts[b], slot = batch_.context_lens[b]; row < batch_.row_starts[b + 1];) {
-            int rows = std::min(kPage - slot % kPage, batch_.row_starts[b + 1] - row);
-            long page = batch_.pages[batch_.page_offsets[b] + slot / kPage];
-            blocks_.push_back({row, rows, slot % kPage, page});
-            row += rows;
-            slot += rows;
-        }
 }
 
 // epilogue(row, column, sums, n): n <= 32 results of one row, before they leave the cache.
@@ -352,27 +317,6 @@ void Model<E>::linear(int phase, int thread, const E *x, int rows, int inputs, c
                 epilogue(row + m, chunk * 2 * kLanes, sums + m * 2 * kLanes, n * kLanes);
         }
     });
-}
-
-template <class E>
-void Model<E>::move_kv(const int *from, const int *to, int n) {
-    const int dim = spec_.head_dim;
-    std::vector<E> held(long(n) * 2 * dim);
-    for (int l = 0; l < spec_.layers; l++)
-        for (int h = 0; h < spec_.kv_heads; h++)
-            for (bool reading : {true, false})
-                for (int i = 0; i < n; i++) {
-                    int slot = reading ? from[i] : to[i], lane = slot % kPage;
-                    E *keys = kv_of(l).key_page(h, slot / kPage, shape_);
-                    E *values = kv_of(l).value_page(h, slot / kPage, shape_);
-                    for (int d = 0; d < dim; d++) {
-                        E *key = keys + tile_index(keys, d, lane);
-                        E *value = values + long(d / kLanes) * kLanes * kPage + tile_index(values, lane, d % kLanes);
-                        E *mine = &held[(long(i) * dim + d) * 2];
-                        if (reading) mine[0] = *key, mine[1] = *value;
-                        else *key = mine[0], *value = mine[1];
-                    }
-                }
 }
 
 }  // namespace
