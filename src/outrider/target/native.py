@@ -15,7 +15,8 @@ import torch
 
 from outrider.errors import ModelError
 from outrider.native import library, pointer
-from outrider.target.base import PAGE_SIZE, ForwardBatch, ForwardOutput
+from outrider.target.base import ForwardBatch, ForwardOutput
+from outrider.target.native_batch import native_batch
 from outrider.target.rope import rope_table, why_not_exact
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"}
@@ -62,19 +63,6 @@ class _ModelSpec(ctypes.Structure):  # ModelSpec of native/forward.cpp
         ("lm_head", _P),
         ("final_norm", _P),
         ("layer", ctypes.POINTER(_LayerSpec)),
-    )
-
-
-class _Batch(ctypes.Structure):  # Batch of native/attention.h
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("rows", "requests", "logits_count", "tap_count")),
-        *(
-            (name, _P)
-            for name in (
-                *("tokens", "positions", "row_starts", "context_lens", "page_offsets", "pages"),
-                *("parents", "is_tree", "logits_rows", "tap_layers", "logits", "taps"),
-            )
-        ),
     )
 
 
@@ -157,30 +145,7 @@ class NativeTarget:
         features = None
         if batch.layer_ids:
             features = torch.empty(batch.num_rows, len(batch.layer_ids) * self.hidden_size)
-        used = -(-(batch.context_lens + np.diff(batch.row_starts)) // PAGE_SIZE)
-        arrays = {
-            "tokens": batch.token_ids,
-            "positions": batch.positions,
-            "row_starts": batch.row_starts,
-            "context_lens": batch.context_lens,
-            "page_offsets": np.cumsum(used, dtype=np.int32) - used.astype(np.int32),
-            "pages": np.concatenate(
-                [table[:n] for table, n in zip(batch.page_tables, used, strict=True)]
-            ),
-            "parents": batch.parents,
-            "is_tree": batch.is_tree,
-            "logits_rows": batch.logits_rows,
-            "tap_layers": np.asarray(batch.layer_ids, dtype=np.int32),
-        }
-        packed = _Batch(
-            rows=batch.num_rows,
-            requests=batch.num_requests,
-            logits_count=num_logits,
-            tap_count=len(batch.layer_ids),
-            logits=self._logits.data_ptr(),
-            taps=None if features is None else features.data_ptr(),
-            **{name: array.__array_interface__["data"][0] for name, array in arrays.items()},
-        )
+        packed, _arrays = native_batch(batch, self._logits, features)
         self._lib.outrider_model_forward(self._model, ctypes.byref(packed))
         return ForwardOutput(self._logits[:num_logits], features)
 
