@@ -217,6 +217,19 @@ def test_window_at_the_first_page_boundary():
         torch.testing.assert_close(out.logits, expected, **CLOSE)
 
 
+def test_two_targets_share_one_model():
+    model = copy.deepcopy(reference_model("gemma3"))
+    first, second = TransformersTarget(model), TransformersTarget(model)
+    first.allocate_kv(2)
+    second.allocate_kv(2)
+    a, b = text(20, 1), text(20, 2)
+    first.forward(make_batch([a[:12]], [[1, 0]]))
+    second.forward(make_batch([b[:12]], [[1, 0]], layer_ids=(0,)))
+    out = first.forward(make_batch([a[12:]], [[1, 0]], [12]))
+    torch.testing.assert_close(out.logits, reference("gemma3", a)[12:], **CLOSE)
+    assert first._taps == second._taps == {}
+
+
 # What cannot be run exactly is refused, with the reason.
 
 

@@ -107,6 +107,7 @@ class TransformersTarget:
             use_cache=False,
             **kwargs,
         )
+        self._wanted = ()
         logits = output.logits[0]
         return (logits if self._keeps_logits else logits[rows]).float(), step
 
@@ -146,6 +147,8 @@ class TransformersTarget:
         # Ids from all over the vocabulary: a text of a few repeated special tokens is so badly
         # conditioned that a real model in bf16 differs from itself by 40 % (eager against SDPA).
         texts = [(np.arange(n, dtype=np.int32) * 7919 + 131) % vocab for n in PROBE_LENGTHS]
+        if self.model.config._attn_implementation == IMPLEMENTATION:  # another target has it too
+            self.model.set_attn_implementation("eager")
         with torch.inference_mode():
             own = [
                 self.model(input_ids=_long(text, self.device)[None], use_cache=False).logits[0]
