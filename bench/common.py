@@ -8,13 +8,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+
+import outrider
 
 HERE = Path(__file__).parent
 DEFAULT_PROMPTS = HERE / "prompts.jsonl"
@@ -96,7 +98,8 @@ def provenance(num_threads: int) -> dict[str, Any]:
         "machine": platform.machine(),
         "threads": num_threads,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("outrider", "torch", "transformers")},
+        "versions": {"outrider": outrider.__version__}
+        | {name: version(name) for name in ("torch", "transformers")},
         "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
     }
 
@@ -114,10 +117,3 @@ def _cpu_name() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -179,16 +179,11 @@ def overview(results: Sequence["Comparison"]) -> "Table":
     """All prompts in one table."""
     from rich.table import Table
 
-    table = Table(title="plain against speculative")
-    for column in (
-        "prompt",
-        "plain tok/s",
-        "speculative tok/s",
-        "speed-up",
-        "tokens/forward",
-        "text",
-    ):
-        table.add_column(column, justify="left" if column in ("prompt", "text") else "right")
+    table = Table()
+    table.add_column("prompt")
+    for column in ("plain\ntokens/s", "speculative\ntokens/s", "speed-up", "tokens per\nforward"):
+        table.add_column(column, justify="right")
+    table.add_column("text")
     for result in results:
         metrics = result.speculative.metrics
         table.add_row(

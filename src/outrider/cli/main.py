@@ -47,9 +47,9 @@ def _fail(message: str, code: int) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from outrider import __version__
 
-        typer.echo(f"outrider {version('outrider')}")
+        typer.echo(f"outrider {__version__}")
         raise typer.Exit
 
 
