@@ -210,6 +210,15 @@ def test_demo_shows_every_prompt_and_the_overview(fake: FakeLLM) -> None:
     assert "\x1b" not in text
 
 
+def test_demo_of_one_kind_saves_a_picture(fake: FakeLLM, tmp_path: Path) -> None:
+    path = tmp_path / "demo.svg"
+    text = run("demo", "--only", "copy text", "--svg", str(path)).stdout
+    assert "edit code" not in text
+    assert path.read_text().startswith("<svg")
+    with pytest.raises(PromptError, match=r"one of edit code, .*got 'poem'"):
+        CliRunner().invoke(app, ["demo", "--only", "poem"], catch_exceptions=False)
+
+
 def test_chat_keeps_history_and_obeys_commands(fake: FakeLLM) -> None:
     result = run(
         "chat",

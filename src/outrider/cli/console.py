@@ -21,9 +21,12 @@ PALETTE = ("green", "cyan", "magenta", "yellow", "blue", "red")
 Span = tuple[str, str]  # text, source
 
 
-def output() -> Console:
-    """Console on stdout; no escape codes when it is no terminal or NO_COLOR is set."""
-    return _console(stderr=False)
+def output(record: bool = False) -> Console:
+    """Console on stdout; no escape codes when it is no terminal or NO_COLOR is set.
+
+    With `record` what is printed can be exported, in colour wherever it was shown.
+    """
+    return _console(stderr=False, record=record)
 
 
 def messages() -> Console:
@@ -31,10 +34,13 @@ def messages() -> Console:
     return _console(stderr=True)
 
 
-def _console(stderr: bool) -> Console:
-    plain = bool(os.environ.get("NO_COLOR"))
+def _console(stderr: bool, record: bool = False) -> Console:
     return Console(
-        stderr=stderr, color_system=None if plain else "auto", highlight=False, markup=False
+        stderr=stderr,
+        record=record,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+        highlight=False,
+        markup=False,
     )
 
 

@@ -1,18 +1,21 @@
 """`outrider demo`: a handful of real prompts, plain next to speculative."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli.options import ModelOptions
+from outrider.errors import PromptError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.cli.comparison import Comparison
     from outrider.cli.console import Colours
+    from outrider.cli.prompts import PromptRecord
     from outrider.llm import LLM
 
 DEMO_MAX_TOKENS = 200
@@ -23,6 +26,10 @@ def demo(
     model: ModelOptions,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = DEMO_MAX_TOKENS,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are shown.")] = 3,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only prompts of this kind; may be repeated.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Save what is shown as a picture.")] = None,
 ) -> None:
     """Five prompts of different kinds: the answers, who drafted each token, and the speed-up."""
     from outrider.cli.answers import Dialogue
@@ -31,7 +38,8 @@ def demo(
     from outrider.cli.demo_prompts import DEMO_PROMPTS
     from outrider.sampling_params import SamplingParams
 
-    console, colours = output(), Colours()
+    records = _chosen(DEMO_PROMPTS, only)
+    console, colours = output(record=svg is not None), Colours()
     started = perf_counter()
     llm = model.load()
     plain = twin(llm)
@@ -39,7 +47,7 @@ def demo(
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     raw = llm.tokenizer.chat_template is None
     results = []
-    for number, record in enumerate(DEMO_PROMPTS, 1):
+    for number, record in enumerate(records, 1):
         console.print()
         console.rule(f"{number}  {record.label}", align="left", style="dim")
         console.print(_question(record.text), style="dim")
@@ -49,6 +57,16 @@ def demo(
         _show(console, result, colours)
         results.append(result)
     _conclude(console, results, colours)
+    if svg is not None:
+        console.save_svg(str(svg), title="outrider demo")
+
+
+def _chosen(records: Sequence["PromptRecord"], only: list[str] | None) -> list["PromptRecord"]:
+    kinds = [record.label for record in records]
+    for kind in only or ():
+        if kind not in kinds:
+            raise PromptError(f"--only must be one of {', '.join(kinds)}, got {kind!r}")
+    return [record for record in records if not only or record.label in only]
 
 
 def _introduce(console: "Console", llm: "LLM", seconds: float) -> None:
