@@ -1,4 +1,4 @@
-"""Where outrider keeps what it can make again: converted models, compiled kernels, measured costs."""
+"""Where outrider keeps what it can make again: converted models and compiled kernels."""
 
 import os
 from pathlib import Path

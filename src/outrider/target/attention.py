@@ -10,7 +10,7 @@ H query heads, K key heads, G = H / K, D key width, E value width.
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,49 @@ KEY_BLOCK = 1024  # keys per partial softmax: bounds the scores held at once
 
 
 @dataclass(slots=True)
+class Scoring:
+    """What one layer does with the products of queries and keys."""
+
+    scale: float
+    window: int | None  # keys a row sees, itself included; None: all
+    softcap: float | None
+    sinks: torch.Tensor | None  # [H], a logit per head that takes weight and gives none
+
+
+class KVLayers(Protocol):
+    """KV of all layers, and the attention over it."""
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    def resized(self, num_slots: int) -> "KVLayers":
+        """Empty KV of the same layers with another number of slots."""
+        ...
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """A forward is about to call `attend` in each layer."""
+        ...
+
+    def attend(
+        self,
+        step: "Step",
+        layer: int,
+        query: torch.Tensor,  # [H, T, D]
+        key: torch.Tensor,  # [K, T, D]
+        value: torch.Tensor,  # [K, T, E]
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Store the new rows, attend to what each may see; [T, H, E]."""
+        ...
+
+    def move(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Copy slots, int32 [n] each, as if all were read before any is written."""
+        ...
+
+
+@dataclass(slots=True)
 class PagedKV:
-    """Keys [S, K, D] and values [S, K, E] of every layer."""
+    """Keys [S, K, D] and values [S, K, E] of every layer, for the operations of torch."""
 
     num_slots: int
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -53,11 +94,38 @@ class PagedKV:
                 side[layer] = rows.new_zeros(self.num_slots, *rows.shape[1:])
             side[layer].index_copy_(0, slots, rows)
 
-    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy slots [n] to slots [n]; every source is read before any destination is written."""
+    def begin(self, batch: ForwardBatch) -> None:
+        pass
+
+    def attend(
+        self,
+        step: "Step",
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        self.write(layer, step.slots, key.transpose(0, 1), value.transpose(0, 1))
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])  # [T, H, E]
+        for span in step.spans:
+            rows = query[:, span.rows]  # [H, n, D]
+            runs = span.runs_from(span.first_key(scoring.window))
+            if len(runs) == 1 and scoring.softcap is None and scoring.sinks is None:
+                attended = _attend_run(rows, self, layer, span, runs[0], scoring)
+            else:
+                attended = _attend_runs(rows, self, layer, span, runs, scoring)
+            output[span.rows] = attended.transpose(0, 1)
+        return output
+
+    def move(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         for side in (self.keys, self.values):
             for tensor in side.values():
-                tensor[destinations] = tensor[sources]
+                source, destination = (
+                    torch.from_numpy(slots.astype(np.int64)).to(tensor.device)
+                    for slots in (sources, destinations)
+                )
+                tensor[destination] = tensor[source]
 
 
 @dataclass(slots=True)
@@ -118,12 +186,23 @@ class Span:
         return visible
 
 
+@dataclass(slots=True)
+class AttentionCall:
+    """What one layer asked of the attention function; the probe of a new model looks at it."""
+
+    layer: int
+    scoring: Scoring
+    num_heads: int
+    kv_shapes: set[tuple[int, int]]  # (heads, width) of keys and of values
+
+
 class Step:
     """One forward: where its rows are written, and what each of them may see."""
 
-    def __init__(self, batch: ForwardBatch, kv: PagedKV, device: torch.device):
+    def __init__(self, batch: ForwardBatch, kv: KVLayers, num_slots: int, device: torch.device):
         self.kv = kv
-        self.calls: list[tuple[int, int | None]] = []  # (layer, window) of each attention call
+        self.calls: list[AttentionCall] = []
+        kv.begin(batch)
         slots = np.empty(batch.num_rows, dtype=np.int64)
         self.spans: list[Span] = []
         for b in range(batch.num_requests):
@@ -146,7 +225,7 @@ class Step:
                     first_position=int(positions.min(initial=context_len)),
                 )
             )
-        assert slots.size == 0 or (slots.min() >= 0 and slots.max() < kv.num_slots), slots.max()
+        assert slots.size == 0 or (slots.min() >= 0 and slots.max() < num_slots), slots.max()
         self.slots = torch.from_numpy(slots).to(device)
 
 
@@ -189,20 +268,11 @@ def paged_attention(
     step: Step = kwargs[STEP_KWARG]
     assert attention_mask is None, "a mask was built although this attention owns causality"
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    window = sliding_window or None
-    step.calls.append((layer, window))
-    step.kv.write(layer, step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])  # [T, H, E]
-    for span in step.spans:
-        rows = query[0, :, span.rows]  # [H, n, D]
-        runs = span.runs_from(span.first_key(window))
-        if len(runs) == 1 and softcap is None and s_aux is None:
-            attended = _attend_run(rows, step.kv, layer, span, runs[0], window, scale)
-        else:
-            attended = _attend_runs(rows, step.kv, layer, span, runs, window, scale, softcap, s_aux)
-        output[span.rows] = attended.transpose(0, 1)
-    return output[None], None
+    scoring = Scoring(scale, sliding_window or None, softcap, s_aux)
+    shapes = {(side.shape[1], side.shape[-1]) for side in (key, value)}
+    step.calls.append(AttentionCall(layer, scoring, query.shape[1], shapes))
+    return step.kv.attend(step, layer, query[0], key[0], value[0], scoring)[None], None
 
 
 def _attend_run(
@@ -211,13 +281,13 @@ def _attend_run(
     layer: int,
     span: Span,
     run: tuple[int, int],
-    window: int | None,
-    scale: float,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """The common case: all keys are neighbours, so torch's fused attention reads them in place."""
     where = slice(run[0], run[0] + run[1])
     key = kv.keys[layer][where].transpose(0, 1)  # [K, L, D], a view
     value = kv.values[layer][where].transpose(0, 1)  # [K, L, E], a view
+    window = scoring.window
     causal = span.is_whole_prompt and (window is None or span.num_rows <= window)
     return F.scaled_dot_product_attention(
         query[None],
@@ -225,7 +295,7 @@ def _attend_run(
         value[None],
         attn_mask=None if causal else span.mask(window),
         is_causal=causal and span.num_rows > 1,
-        scale=scale,
+        scale=scoring.scale,
         enable_gqa=query.shape[0] != key.shape[0],
     )[0]  # [H, n, E]
 
@@ -236,21 +306,21 @@ def _attend_runs(
     layer: int,
     span: Span,
     runs: list[tuple[int, int]],
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """The general case: a softmax in fp32 over blocks of keys, each block read in place."""
     heads, n, _ = query.shape
     keys, values = kv.keys[layer], kv.values[layer]
     groups = heads // keys.shape[1]
-    mask = span.mask(window)
-    grouped = (query.float() * scale).reshape(-1, groups * n, query.shape[-1])  # [K, G*n, D]
+    softcap, sinks = scoring.softcap, scoring.sinks
+    mask = span.mask(scoring.window)
+    grouped = (query.float() * scoring.scale).reshape(
+        -1, groups * n, query.shape[-1]
+    )  # [K, G*n, D]
     top = grouped.new_full((heads // groups, groups, n, 1), -torch.inf)
-    if s_aux is not None:
-        top = top.new_zeros(()) + s_aux.float().view(-1, groups, 1, 1).expand_as(top)
-    weight = torch.full_like(top, 0.0 if s_aux is None else 1.0)
+    if sinks is not None:
+        top = top.new_zeros(()) + sinks.float().view(-1, groups, 1, 1).expand_as(top)
+    weight = torch.full_like(top, 0.0 if sinks is None else 1.0)
     total = grouped.new_zeros(*top.shape[:3], values.shape[-1])  # [K, G, n, E]
     seen = 0
     for slot, length in _blocks(runs):

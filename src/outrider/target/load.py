@@ -112,16 +112,14 @@ def build_target(
     Raises:
         ModelError: no target runs this model exactly, or not deterministically.
     """
-    from outrider.target.model import NOT_DETERMINISTIC, TransformersTarget, check_model_len
+    from outrider.target.model import TransformersTarget, check_model_len
     from outrider.target.native import NativeTarget
 
     config = loaded.config_object()
     if _why_not_native(loaded, config) is None:
         length = check_model_len(max_model_len, config)
         return NativeTarget(config, loaded.state_dict(), loaded.dtype, length, loaded.name)
-    if deterministic:
-        raise ModelError(f"{loaded.name} cannot run deterministically: {NOT_DETERMINISTIC}")
-    return TransformersTarget(loaded.hf_model(), max_model_len, loaded.name)
+    return TransformersTarget(loaded.hf_model(), max_model_len, loaded.name, deterministic)
 
 
 def _why_not_native(loaded: LoadedModel, config: Any) -> str | None:

@@ -1,21 +1,27 @@
 """Any causal language model of transformers as a target, with our paged KV in its attention."""
 
 import inspect
-import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from outrider.errors import ModelError
-from outrider.target.attention import IMPLEMENTATION, STEP_KWARG, PagedKV, Step, paged_attention
+from outrider.target.attention import (
+    IMPLEMENTATION,
+    STEP_KWARG,
+    AttentionCall,
+    KVLayers,
+    PagedKV,
+    Step,
+    paged_attention,
+)
 from outrider.target.base import PAGE_SIZE, ForwardBatch, ForwardOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-log = logging.getLogger("outrider")
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # These look at the largest position of the whole packed batch, so one request would change another.
@@ -26,11 +32,7 @@ PROBE_LENGTHS = (20, 3)  # the first spans two pages that are not neighbours
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 HALF_PROBE_TOLERANCE = 0.1
 
-NOT_DETERMINISTIC = (
-    "this model runs through transformers, whose matrix products sum in an order that depends on "
-    "the number of rows, so a row's logits depend on what shares its forward; "
-    "pass deterministic=False (or None)"
-)
+ROWS_DEPEND = "some of its operations sum in an order that depends on the number of rows"
 
 
 class TransformersTarget:
@@ -40,15 +42,20 @@ class TransformersTarget:
         model: a causal language model whose attention goes through transformers' interface.
         max_model_len: longest text in tokens; None takes the model's own limit.
         name: what to call it; None takes the model's own.
+        deterministic: run linear layers and attention in the compiled kernels, so that a row's
+            logits do not depend on what shares its forward; None: where that can be had.
 
     Raises:
-        ModelError: the model cannot be run exactly; the message holds the reason.
+        ModelError: the model cannot be run exactly, or not deterministically as was asked for;
+            the message holds the reason.
     """
 
-    deterministic = False
-
     def __init__(
-        self, model: "PreTrainedModel", max_model_len: int | None = None, name: str | None = None
+        self,
+        model: "PreTrainedModel",
+        max_model_len: int | None = None,
+        name: str | None = None,
+        deterministic: bool | None = None,
     ):
         config = text_config(model.config)
         self.name = name or model.name_or_path or type(model).__name__
@@ -65,12 +72,16 @@ class TransformersTarget:
         self._wanted: tuple[int, ...] = ()
         self._taps: dict[int, torch.Tensor] = {}
         self._install_taps()
-        self._kv, self.vocab_size = self._probe()
+        self._num_slots = 4 * PAGE_SIZE
+        self._kv: KVLayers = PagedKV(self._num_slots)
+        self.deterministic = False
+        self.vocab_size = self._probe(deterministic)
         self.kv_bytes_per_token = self._kv.bytes_per_token
 
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for ``num_pages`` pages, dropping what was there."""
-        self._kv = self._kv.resized(num_pages * PAGE_SIZE)
+        self._num_slots = num_pages * PAGE_SIZE
+        self._kv = self._kv.resized(self._num_slots)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run the new rows, write their KV, return logits of ``batch.logits_rows``."""
@@ -85,17 +96,13 @@ class TransformersTarget:
 
     def move_kv(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Copy KV between physical slots, as if all were read before any write."""
-        slots = [
-            torch.from_numpy(np.asarray(side, dtype=np.int64)).to(self.device)
-            for side in (sources, destinations)
-        ]
         with torch.inference_mode():
-            self._kv.move(slots[0], slots[1])
+            self._kv.move(sources, destinations)
 
     @torch.inference_mode()
     def _run(self, batch: ForwardBatch) -> tuple[torch.Tensor, Step]:
         """Logits [R, V] and the step, which has recorded the attention calls."""
-        step = Step(batch, self._kv, self.device)
+        step = Step(batch, self._kv, self._num_slots, self.device)
         rows = _long(batch.logits_rows, self.device)
         kwargs: dict[str, Any] = {STEP_KWARG: step}
         if self._keeps_logits:
@@ -137,8 +144,8 @@ class TransformersTarget:
         for i, layer in enumerate(layers):
             layer.register_forward_hook(keeper(i))
 
-    def _probe(self) -> tuple[PagedKV, int]:
-        """Compare a small packed forward with the model's own; gives the KV's layout and V.
+    def _probe(self, deterministic: bool | None) -> int:
+        """Compare a small packed forward with the model's own; gives the width of the logits.
 
         This catches what no configuration tells: attention that bypasses the interface, biases
         we do not know, positions that look at the whole packed batch.
@@ -154,8 +161,8 @@ class TransformersTarget:
                 self.model(input_ids=_long(text, self.device)[None], use_cache=False).logits[0]
                 for text in texts
             ]
+        expected = torch.cat(own).float()
         _use_our_attention(self.model, self.name)
-        self._kv = PagedKV(4 * PAGE_SIZE)
         try:
             ours, step = self._run(_probe_batch(texts))
         except (TypeError, KeyError, ValueError, RuntimeError, AssertionError) as error:
@@ -163,7 +170,46 @@ class TransformersTarget:
                 f"{self.name} cannot be run: a probe with our attention failed: {error}"
             ) from error
         self._check_calls(step)
-        expected = torch.cat(own).float()
+        self._check_logits(ours, expected)
+        if deterministic is not False:
+            reason = self._make_deterministic(texts, expected, step.calls)
+            if reason is not None and deterministic:
+                raise ModelError(f"{self.name} cannot run deterministically: {reason}")
+        return ours.shape[-1]
+
+    def _make_deterministic(
+        self, texts: list[np.ndarray], expected: torch.Tensor, calls: list[AttentionCall]
+    ) -> str | None:
+        """Let the kernels take over, and prove that rows are then independent; or say why not."""
+        from outrider.target.row_exact import RowExactModules, TiledKV, why_not_row_exact
+
+        reason = why_not_row_exact(self.model, calls)
+        if reason is not None:
+            return reason
+        ((kv_heads, head_dim),) = calls[0].kv_shapes
+        torch_kv, modules = self._kv, RowExactModules(self.model)
+        self._kv = TiledKV(
+            num_layers=self.num_layers,
+            heads=calls[0].num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=self.dtype,
+            num_slots=self._num_slots,
+        )
+        together, _ = self._run(_probe_batch(texts))
+        in_parts = [
+            self._run(_probe_batch([texts[0][:end]], first_row=start))[0]
+            for start, end in pairwise((0, 1, 3, PROBE_LENGTHS[0]))
+        ]
+        if torch.equal(torch.cat(in_parts), together[: PROBE_LENGTHS[0]]):
+            self._check_logits(together, expected)
+            self.deterministic = True
+            return None
+        modules.undo()
+        self._kv = torch_kv
+        return ROWS_DEPEND
+
+    def _check_logits(self, ours: torch.Tensor, expected: torch.Tensor) -> None:
         error = float((ours - expected).norm() / expected.norm())
         tolerance = PROBE_TOLERANCE.get(self.dtype, HALF_PROBE_TOLERANCE)
         if not error <= tolerance:
@@ -171,10 +217,9 @@ class TransformersTarget:
                 f"{self.name} cannot be run exactly: with our attention its logits differ from its "
                 f"own by {error:.1%} (at most {tolerance:.1%} is rounding)"
             )
-        return self._kv, ours.shape[-1]
 
     def _check_calls(self, step: Step) -> None:
-        called = sorted(layer for layer, _ in step.calls)
+        called = sorted(call.layer for call in step.calls)
         if called != list(range(self.num_layers)):
             raise ModelError(
                 f"{self.name} cannot be run exactly: our attention must be called once in each of "
@@ -182,11 +227,11 @@ class TransformersTarget:
                 f"in {len(set(called))} layers"
             )
         kinds = getattr(text_config(self.model.config), "layer_types", None) or []
-        for layer, window in step.calls:
-            sliding = bool(kinds) and kinds[layer] == "sliding_attention"
-            if sliding and window is None:
+        for call in step.calls:
+            sliding = bool(kinds) and kinds[call.layer] == "sliding_attention"
+            if sliding and call.scoring.window is None:
                 raise ModelError(
-                    f"{self.name} cannot be run exactly: layer {layer} slides, "
+                    f"{self.name} cannot be run exactly: layer {call.layer} slides, "
                     "but the model does not tell its window to the attention function"
                 )
 
@@ -253,15 +298,16 @@ def _use_our_attention(model: "PreTrainedModel", name: str) -> None:
         )
 
 
-def _probe_batch(texts: Sequence[np.ndarray]) -> ForwardBatch:
-    lengths = [len(text) for text in texts]
+def _probe_batch(texts: Sequence[np.ndarray], first_row: int = 0) -> ForwardBatch:
+    """The texts from `first_row` on; what comes before has been run."""
+    lengths = [len(text) - first_row for text in texts]
     arange = [np.arange(n, dtype=np.int32) for n in lengths]
     return ForwardBatch(
-        token_ids=np.concatenate(texts),
-        positions=np.concatenate(arange),
+        token_ids=np.concatenate([text[first_row:] for text in texts]),
+        positions=np.concatenate(arange) + first_row,
         row_starts=np.cumsum([0, *lengths], dtype=np.int32),
-        context_lens=np.zeros(len(texts), dtype=np.int32),
-        page_tables=[np.array([3, 1], dtype=np.int32), np.array([0], dtype=np.int32)],
+        context_lens=np.full(len(texts), first_row, dtype=np.int32),
+        page_tables=[np.array(table, dtype=np.int32) for table in ([3, 1], [0])][: len(texts)],
         parents=np.concatenate(arange) - 1,
         logits_rows=np.arange(sum(lengths), dtype=np.int32),
         is_tree=np.zeros(len(texts), dtype=bool),

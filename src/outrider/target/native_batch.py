@@ -12,10 +12,7 @@ class NativeBatch(ctypes.Structure):
     """`Batch` of native/kv.h."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int)
-            for name in ("rows", "requests", "logits_count", "tap_count")
-        ),
+        *((name, ctypes.c_int) for name in ("rows", "requests", "logits_count", "tap_count")),
         *(
             (name, ctypes.c_void_p)
             for name in (
