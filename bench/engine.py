@@ -11,6 +11,7 @@ provenance. Two sides of a ratio take turns; what is shown is the ratio of media
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -222,7 +223,7 @@ def start_up(bench: Bench) -> list[Row]:
 
 def repeating_prompts(bench: Bench) -> list[Row]:
     """Code edits, JSON and copies: speculative against plain, every prompt on its own."""
-    result = _speedups(bench, bench.of_kind(chat=False))
+    result = _speedups(bench, bench.of_kind(chat=False), bench.rounds)
     total = result.total
     kinds = " · ".join(f"{kind} {value:.2f}×" for kind, value in result.by_kind().items())
     return [
@@ -237,8 +238,8 @@ def repeating_prompts(bench: Bench) -> list[Row]:
 
 
 def chat(bench: Bench) -> list[Row]:
-    """Open chat: the worst prompt's ratio counts."""
-    result = _speedups(bench, bench.of_kind(chat=True))
+    """Open chat: the worst prompt's ratio counts; 3 % takes more rounds to see."""
+    result = _speedups(bench, bench.of_kind(chat=True), 3 * bench.rounds)
     worst = min(result.ratios)
     return [
         Row(
@@ -252,16 +253,22 @@ def chat(bench: Bench) -> list[Row]:
 
 
 def lookup(bench: Bench) -> list[Row]:
-    """Lookup against arctic-inference's suffix cache; its own script prints the details."""
+    """Lookup against arctic-inference's suffix cache, by the script of that comparison."""
     script = HERE / "lookup_vs_suffix_cache.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
+    if done.returncode:
+        sys.exit(f"{script.name} failed:\n{done.stderr[-2000:]}")
+    speeds = re.findall(r"^ +(.+): ([\d.]+)× by medians", done.stdout, re.MULTILINE)
+    tokens = re.findall(r"([\d.]+)× or more", done.stdout)
+    assert speeds and tokens, done.stdout
+    ratios = [float(ratio) for _, ratio in speeds]
+    shown = " · ".join(f"{history} {ratio}×" for history, ratio in speeds)
     return [
         Row(
-            "lookup propose at 100 k tokens of history against arctic-inference",
-            "≥ 5× faster",
-            lines[-1] if lines else "no output",
-            done.returncode == 0,
+            "lookup propose at 100 k tokens of history against arctic-inference; tokens per step",
+            "≥ 5× faster; ≥ 1×",
+            f"{shown}; {tokens[0]}×",
+            min(ratios) >= 5 and float(tokens[0]) >= 1,
             {"output": done.stdout},
         )
     ]
@@ -321,16 +328,13 @@ class Speedups:
         return {kind: median(ratio for k, ratio in pairs if k == kind) for kind in kinds}
 
 
-def _speedups(bench: Bench, prompts: Sequence[BenchPrompt]) -> Speedups:
+def _speedups(bench: Bench, prompts: Sequence[BenchPrompt], rounds: int) -> Speedups:
     result = Speedups([prompt.category for prompt in prompts], [], [])
     for prompt in prompts:
-        slow, fast = medians(
-            alternate(
-                bench.rounds,
-                lambda p=prompt: bench.rate(bench.plain, p),
-                lambda p=prompt: bench.rate(bench.speculative, p),
-            )
-        )
+        sides = [lambda m=m, p=prompt: bench.rate(m, p) for m in (bench.plain, bench.speculative)]
+        for side in sides:
+            side()
+        slow, fast = medians(alternate(rounds, *sides))
         result.plain.append(slow)
         result.speculative.append(fast)
     return result

@@ -64,7 +64,8 @@ class Colours:
 
     def legend(self, sources: Sequence[str]) -> Text:
         """Tokens by source, most first: ``■ target 41  ■ other 120``."""
-        text = Text("tokens from  ", "dim")
+        text = Text()
+        text.append("tokens from  ", "dim")
         names = sorted(set(sources), key=lambda name: (-sources.count(name), name))
         for name in names:
             text.append("■ ", self.style(name))

@@ -50,7 +50,7 @@ def demo(
     for number, record in enumerate(records, 1):
         console.print()
         console.rule(f"{number}  {record.label}", align="left", style="dim")
-        console.print(_question(record.text), style="dim")
+        console.print(_question(record.text, console.width - 1), style="dim")
         prompt = Dialogue(record, raw).ask(0)
         with console.status("decoding plainly and speculatively, in turns …"):
             result = compare_prompt(plain, llm, prompt, params, rounds, record.label)
@@ -84,7 +84,7 @@ def _introduce(console: "Console", llm: "LLM", seconds: float) -> None:
     )
 
 
-def _question(text: str, head: int = 3, width: int = 96) -> str:
+def _question(text: str, width: int, head: int = 3) -> str:
     """The first lines of a prompt, and how much follows."""
     lines = [line[:width] + ("…" if len(line) > width else "") for line in text.splitlines()]
     lines = [line for line in lines if line.strip()]
