@@ -55,7 +55,7 @@ def pointer(array: np.ndarray | torch.Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(None)
     if isinstance(array, torch.Tensor):
         return ctypes.c_void_p(array.data_ptr())
-    return ctypes.c_void_p(array.ctypes.data)
+    return ctypes.c_void_p(array.__array_interface__["data"][0])  # array.ctypes takes a µs more
 
 
 def _build(compiler: str) -> Path:

@@ -23,7 +23,7 @@ namespace {
 
 typedef uint64_t u64x8 __attribute__((vector_size(64)));
 
-// The layout of ROW in sampling.py.
+// The layout of ROW in target/rows.py.
 struct Row {
     const float *logits;
     uint64_t noise_key;
@@ -387,7 +387,8 @@ static void for_rows(long n, long vocab, const std::function<void(long)> &body) 
 extern "C" void outrider_sample(const outrider::Row *rows, long n, long vocab,
                                 const int32_t *id_map, int32_t *tokens, float *token_probs) {
     for_rows(n, vocab, [=](long r) {
-        outrider::sample_row(rows[r], vocab, id_map, tokens + r, token_probs ? token_probs + r : nullptr);
+        if (rows[r].position < 0) tokens[r] = -1;  // nobody's row
+        else outrider::sample_row(rows[r], vocab, id_map, tokens + r, token_probs ? token_probs + r : nullptr);
     });
 }
 

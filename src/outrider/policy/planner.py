@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.drafts import prefix, subset
 from outrider.policy.cost import CostModel
@@ -64,7 +62,8 @@ class Planner:
     def budgets(self, source: DraftSource, rooms: Sequence[int], row_budget: int) -> list[int]:
         """Most tokens to draft for each request, given how many could be of use to it."""
         record = self._record(source.name)
-        step_seconds = self.cost.curve()[min(len(rooms), len(self.cost.curve()) - 1)]
+        curve = self.cost.curve()
+        step_seconds = curve[min(len(rooms), len(curve) - 1)]
         if source.cost * len(rooms) > record.gain * step_seconds:
             record.skipped += 1
             if record.skipped % EXPLORE_EVERY:
@@ -86,8 +85,8 @@ class Planner:
             chance, draft = max(scored, key=lambda pair: sum(pair[0]), default=([], Draft()))
             best.append(draft)
             chances.append(chance)
-        flat = np.array([chance for row in chances for chance in row])
-        if not len(flat):
+        flat = [chance for row in chances for chance in row]
+        if not flat:
             return best
         threshold = self._threshold(flat, len(proposals), num_rows, row_budget)
         return _cut(best, chances, threshold, row_budget)
@@ -115,16 +114,20 @@ class Planner:
         return [trust * chance for chance in _products(draft)]
 
     def _threshold(
-        self, chances: np.ndarray, num_requests: int, num_rows: int, row_budget: int
+        self, chances: list[float], num_requests: int, num_rows: int, row_budget: int
     ) -> float:
         """Smallest chance worth a row: the one at which tokens per second are highest."""
-        falling = np.sort(chances)[::-1][:row_budget]
-        tokens = num_requests + np.concatenate(([0.0], np.cumsum(falling)))
-        seconds = self.cost.curve()[num_rows : num_rows + len(tokens)]
-        count = int(np.argmax(tokens[: len(seconds)] / seconds))
+        falling = sorted(chances, reverse=True)[:row_budget]
+        seconds = self.cost.curve()[num_rows : num_rows + len(falling) + 1]
+        tokens, count = float(num_requests), 0
+        best = tokens / seconds[0]
+        for i, (chance, cost) in enumerate(zip(falling, seconds[1:], strict=False), 1):
+            tokens += chance
+            if tokens / cost > best:
+                best, count = tokens / cost, i
         if self._steps % EXPLORE_EVERY == 0:
             count = min(len(falling), max(count + 4, 2 * count))
-        return float(falling[count - 1]) if count else 2.0
+        return falling[count - 1] if count else 2.0
 
     def _choose_in_order(
         self, proposals: Sequence[Sequence[Draft]], num_rows: int, row_budget: int
@@ -133,7 +136,7 @@ class Planner:
         curve = self.cost.curve()
         last = len(curve) - 1
         row = (curve[min(num_rows + 8, last)] - curve[min(num_rows, last)]) / 8
-        threshold = float(row * max(1, len(proposals)) / curve[min(num_rows, last)])
+        threshold = row * max(1, len(proposals)) / curve[min(num_rows, last)]
         chosen = []
         for drafts in proposals:
             draft = next((draft for draft in drafts if draft.token_ids), Draft())

@@ -24,7 +24,7 @@ from outrider.results import Logprob
 from outrider.target import plain_sampling
 from outrider.target.edits import TextCounts, check_against_vocab, edit_logits
 from outrider.target.noise import draft_noise_key, noise_key
-from outrider.target.rows import ROW, RowGroup
+from outrider.target.rows import ROW, UNUSED_ROW, RowGroup
 
 __all__ = [
     "RowGroup",
@@ -67,16 +67,15 @@ def target_probs(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
 
     A greedy request has all its probability at one token.
     """
-    chosen = logits[group.first_row : group.first_row + group.num_rows]
-    rows = np.zeros(group.num_rows, ROW)
-    group.fill(rows)
-    lib = _native(logits)
+    kept = logits[group.first_row : group.first_row + group.num_rows]
+    if group.needs_edits:
+        kept = _edited(kept, group)
+    rows = b"".join(group.packed(*_place(kept)))
+    lib = _native(kept)
     if lib is None:
-        return plain_sampling.probs(_edited(chosen, group), rows)
-    kept = _edited(chosen, group) if group.needs_edits else chosen
-    _set_addresses(rows, kept)
+        return plain_sampling.probs(kept, np.frombuffer(bytearray(rows), ROW))
     out = torch.empty(group.num_rows, logits.shape[1])
-    lib.outrider_target_probs(pointer(rows), _long(len(rows)), _long(logits.shape[1]), pointer(out))
+    lib.outrider_target_probs(rows, _long(group.num_rows), _long(logits.shape[1]), pointer(out))
     return out
 
 
@@ -123,37 +122,46 @@ def _sample(
     want_probs: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     num_rows, num_columns = logits.shape
-    rows = np.zeros(num_rows, ROW)
-    in_group = np.zeros(num_rows, bool)
+    packed = [UNUSED_ROW] * num_rows
     edited: list[tuple[slice, torch.Tensor]] = []
+    address, stride = _place(logits)
     for group in groups:
-        where = slice(group.first_row, group.first_row + group.num_rows)
-        assert where.stop <= num_rows, (where, num_rows)
-        group.fill(rows[where])
-        in_group[where] = True
+        first, count = group.first_row, group.num_rows
+        assert first + count <= num_rows, (first, count, num_rows)
+        where = slice(first, first + count)
         if group.needs_edits:
             edited.append((where, _edited(logits[where], group, id_map)))
+            packed[where] = group.packed(*_place(edited[-1][1]))
+        else:
+            packed[where] = group.packed(address + first * stride, stride)
     if id_map is not None:
         id_map = np.ascontiguousarray(id_map, np.int32)
         assert len(id_map) == num_columns, (len(id_map), num_columns)
+    rows = b"".join(packed)
     lib = _native(logits)
     if lib is None:
-        if edited:
-            logits = logits.clone()
-            for where, values in edited:
-                logits[where] = values
-        tokens, probs = plain_sampling.sample(logits, rows, id_map)
-    else:
-        _set_addresses(rows, logits)
+        return _sample_plainly(logits, edited, np.frombuffer(bytearray(rows), ROW), id_map)
+    tokens = np.empty(num_rows, np.int32)
+    probs = np.empty(num_rows if want_probs else 0, np.float32)
+    lib.outrider_sample(
+        rows, _long(num_rows), _long(num_columns), pointer(id_map),
+        pointer(tokens), pointer(probs if want_probs else None),
+    )  # fmt: skip
+    return tokens, probs
+
+
+def _sample_plainly(
+    logits: torch.Tensor,
+    edited: list[tuple[slice, torch.Tensor]],
+    rows: np.ndarray,
+    id_map: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    if edited:
+        logits = logits.clone()
         for where, values in edited:
-            _set_addresses(rows[where], values)
-        tokens = np.empty(num_rows, np.int32)
-        probs = np.empty(num_rows if want_probs else 0, np.float32)
-        lib.outrider_sample(
-            pointer(rows), _long(num_rows), _long(num_columns), pointer(id_map),
-            pointer(tokens), pointer(probs if want_probs else None),
-        )  # fmt: skip
-    tokens[~in_group] = -1
+            logits[where] = values
+    tokens, probs = plain_sampling.sample(logits, rows, id_map)
+    tokens[rows["position"] < 0] = -1
     return tokens, probs
 
 
@@ -181,9 +189,9 @@ def _native(logits: torch.Tensor) -> ctypes.CDLL | None:
     return library()
 
 
-def _set_addresses(rows: np.ndarray, logits: torch.Tensor) -> None:
-    stride = logits.stride(0) * logits.element_size()
-    rows["logits"] = logits.data_ptr() + stride * np.arange(len(rows), dtype=np.uint64)
+def _place(logits: torch.Tensor) -> tuple[int, int]:
+    """Address of the first row, and bytes from one row to the next."""
+    return logits.data_ptr(), logits.stride(0) * logits.element_size()
 
 
 def _long(value: int) -> ctypes.c_long:
