@@ -45,13 +45,15 @@ class Shares {
     void reset() {
         for (Slot &slot : next_) slot.value.store(0, std::memory_order_relaxed);
     }
+    // The first index of a thread's own range; the next thread's is its end.
+    int begin(int n, int thread) const { return int(long(n) * thread / threads_); }
+
     template <class Body>
     void run(int phase, int thread, int n, const Body &body) {
         for (int turn = 0; turn < threads_; turn++) {
-            int owner = (thread + turn) % threads_;
-            int begin = int(long(n) * owner / threads_), end = int(long(n) * (owner + 1) / threads_);
+            int owner = (thread + turn) % threads_, first = begin(n, owner), end = begin(n, owner + 1);
             std::atomic<int> &next = next_[long(phase) * threads_ + owner].value;
-            for (int i; (i = begin + next.fetch_add(1, std::memory_order_relaxed)) < end;) body(i);
+            for (int i; (i = first + next.fetch_add(1, std::memory_order_relaxed)) < end;) body(i);
         }
     }
 
@@ -61,6 +63,17 @@ class Shares {
     };
     int threads_;
     std::vector<Slot> next_;
+};
+
+// A packed matrix, read in chunks of two tiles.
+template <class E>
+struct Matrix {
+    const E *weights;
+    int outputs, inputs;
+    int tiles() const { return outputs / kLanes; }
+    int chunks() const { return (tiles() + 1) / 2; }
+    long chunk_size() const { return 2L * kLanes * inputs; }
+    const E *chunk(int i) const { return weights + i * chunk_size(); }
 };
 
 struct AnyModel {
@@ -109,8 +122,16 @@ class Model final : public AnyModel {
     void rotate_and_store(int row, const RowBlock &block, int head, const LayerSpec &layer,
                           const LayerKV<E> &kv);
     template <class Epilogue>
-    void linear(int phase, int thread, const E *x, int rows, int inputs, const void *weights, int outputs,
+    void linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix, const Matrix<E> &next,
                 const Epilogue &epilogue);
+    Matrix<E> matrix(const void *weights, int outputs, int inputs) const {
+        return {static_cast<const E *>(weights), outputs, inputs};
+    }
+    Matrix<E> qkv_of(int l) const {  // after the last layer: what is read next
+        if (l == spec_.layers) return matrix(spec_.lm_head, spec_.padded_vocab, spec_.hidden);
+        return matrix(layers_[l].qkv, query_width() + 2 * kv_width(), spec_.hidden);
+    }
+    long bytes_ahead(int thread, int chunk, const Matrix<E> &matrix, const Matrix<E> &next) const;
     template <class Body>
     void each(int phase, int thread, int n, const Body &body) {
         shares_->run(phase, thread, n, body);
@@ -160,7 +181,10 @@ void Model<E>::run(int thread) {
             if (l == 0) embed(row);
             add_and_norm(row, l ? layers_[l - 1].post_mlp_norm : nullptr, layer.input_norm, l - 1);
         });
-        linear(phase + kQkv, thread, normed_.data(), rows, H, layer.qkv, width,
+        const Matrix<E> out = matrix(layer.attention_out, H, query_width());
+        const Matrix<E> gate_up = matrix(layer.gate_up, 2 * spec_.intermediate, H);
+        const Matrix<E> down = matrix(layer.down, H, spec_.intermediate);
+        linear(phase + kQkv, thread, normed_.data(), rows, qkv_of(l), out,
                [&](int row, int column, const float *sums, int n) {
                    store_biased(&qkv_[long(row) * width + column], sums, n, layer.qkv_bias, column);
                });
@@ -173,19 +197,19 @@ void Model<E>::run(int thread) {
         each(phase + kAttend, thread, int(attention_.items()), [&](int item) {
             attention_.run(item, thread, kv, queries_.data(), scoring, heads_.data());
         });
-        linear(phase + kOut, thread, heads_.data(), rows, query_width(), layer.attention_out, H,
+        linear(phase + kOut, thread, heads_.data(), rows, out, gate_up,
                [&](int row, int column, const float *sums, int n) {
                    store_biased(&y_[long(row) * H + column], sums, n, layer.out_bias, column);
                });
         each(phase + kNormMlp, thread, rows,
              [&](int row) { add_and_norm(row, layer.post_attention_norm, layer.mlp_norm, -2); });
-        linear(phase + kGateUp, thread, normed_.data(), rows, H, layer.gate_up, 2 * spec_.intermediate,
+        linear(phase + kGateUp, thread, normed_.data(), rows, gate_up, down,
                [&](int row, int column, const float *sums, int) {
                    f32x16 gate = load(sums), up = load(sums + kLanes);  // tiles alternate
                    f32x16 active = spec_.use_gelu ? gelu_tanh(gate) : silu(gate);
                    store(&mlp_[long(row) * spec_.intermediate + column / 2], active * up);
                });
-        linear(phase + kDown, thread, mlp_.data(), rows, spec_.intermediate, layer.down, H,
+        linear(phase + kDown, thread, mlp_.data(), rows, down, qkv_of(l + 1),
                [&](int row, int column, const float *sums, int n) {
                    store_biased(&y_[long(row) * H + column], sums, n, nullptr, column);
                });
@@ -197,7 +221,7 @@ void Model<E>::run(int thread) {
     each(phase + 1, thread, batch_.logits_count, [&](int i) {
         norm_row(&x_[long(batch_.logits_rows[i]) * H], spec_.final_norm, &normed_[long(i) * H]);
     });
-    linear(phase + 2, thread, normed_.data(), batch_.logits_count, H, spec_.lm_head, spec_.padded_vocab,
+    linear(phase + 2, thread, normed_.data(), batch_.logits_count, qkv_of(spec_.layers), qkv_of(0),
            [&](int row, int column, const float *sums, int n) {
                f32x16 capped[2];
                const float cap = spec_.logits_softcap;
@@ -299,22 +323,35 @@ void Model<E>::rotate_and_store(int row, const RowBlock &block, int head, const 
     }
 }
 
+// From a chunk to what this thread reads kPrefetch bytes later: in its own range, and beyond the
+// end of that, in its range of the next matrix.
+template <class E>
+long Model<E>::bytes_ahead(int thread, int chunk, const Matrix<E> &matrix, const Matrix<E> &next) const {
+    int first = shares_->begin(matrix.chunks(), thread), end = shares_->begin(matrix.chunks(), thread + 1);
+    if (chunk < first || chunk >= end) return 0;  // helping another thread
+    int later = chunk + std::max(1, int(kPrefetch / long(sizeof(E)) / matrix.chunk_size()));
+    const E *target = matrix.chunk(later);
+    if (later >= end)
+        target = next.chunk(shares_->begin(next.chunks(), thread)) + (later - end) * matrix.chunk_size();
+    return (target - matrix.chunk(chunk)) * long(sizeof(E));
+}
+
 // epilogue(row, column, sums, n): n <= 32 results of one row, before they leave the cache.
 template <class E>
 template <class Epilogue>
-void Model<E>::linear(int phase, int thread, const E *x, int rows, int inputs, const void *weights,
-                      int outputs, const Epilogue &epilogue) {
-    int tiles = outputs / kLanes;
-    each(phase, thread, (tiles + 1) / 2, [&](int chunk) {
+void Model<E>::linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix,
+                      const Matrix<E> &next, const Epilogue &epilogue) {
+    const int inputs = matrix.inputs;
+    each(phase, thread, matrix.chunks(), [&](int chunk) {
         alignas(64) float sums[kMaxRows * 2 * kLanes];
-        int n = std::min(2, tiles - 2 * chunk);
-        const E *w = static_cast<const E *>(weights) + long(chunk) * 2 * kLanes * inputs;
+        const int n = std::min(2, matrix.tiles() - 2 * chunk), column = chunk * 2 * kLanes;
+        const E *w = matrix.chunk(chunk);
         for (int row = 0; row < rows; row += kMaxRows) {
             int count = std::min(kMaxRows, rows - row);
-            multiply(count, n, x + long(row) * inputs, inputs, 0, &w, 1, inputs, sums, 2 * kLanes,
-                     row == 0 ? kPrefetch : 0);
+            long ahead = row == 0 ? bytes_ahead(thread, chunk, matrix, next) : 0;
+            multiply(count, n, x + long(row) * inputs, inputs, 0, &w, 1, inputs, sums, 2 * kLanes, ahead);
             for (int m = 0; m < count; m++)
-                epilogue(row + m, chunk * 2 * kLanes, sums + m * 2 * kLanes, n * kLanes);
+                epilogue(row + m, column, sums + m * 2 * kLanes, n * kLanes);
         }
     });
 }
