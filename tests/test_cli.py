@@ -344,6 +344,8 @@ def test_prompts_missing_or_unreadable(tmp_path: Path) -> None:
         gather([], None)
     with pytest.raises(PromptError, match="No such file"):
         gather([], tmp_path / "absent")
+    with pytest.raises(PromptError, match="a prompt is empty"):
+        gather(["fine", " \n"], None)
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(PromptError, match="holds no prompts"):
         gather([], tmp_path / "empty")

@@ -36,6 +36,10 @@ def gather(arguments: list[str], file: Path | None) -> list[PromptRecord]:
         records += read_jsonl(file)
     if not records:
         raise PromptError("no prompt given: pass one as argument, '-' for stdin, or --file JSONL")
+    for record in records:
+        # A chat template wraps even nothing into tokens, and the model makes something up.
+        if not all(turn.strip() for turn in record.turns):
+            raise PromptError(f"a prompt is empty: expected text, got {record.turns!r:.60}")
     return records
 
 
