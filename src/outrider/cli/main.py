@@ -14,6 +14,7 @@ EXIT_USER_ERROR = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells expect
 COMMANDS = ("generate", "chat", "compare", "demo")
+GROUPS = {"bench": ()}  # commands that run on their own and have others below them
 
 app = typer.Typer(
     name="outrider",
@@ -100,6 +101,13 @@ def _with_flat_options(command: Callable[..., None]) -> Callable[..., None]:
 for _name in COMMANDS:
     _module = importlib.import_module(f"outrider.cli.{_name}")
     app.command(_name)(_with_flat_options(getattr(_module, _name)))
+for _name, _below in GROUPS.items():
+    _module = importlib.import_module(f"outrider.cli.{_name}")
+    _group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+    _group.callback()(_with_flat_options(getattr(_module, _name)))
+    for _command in _below:
+        _group.command(_command)(_with_flat_options(getattr(_module, _command)))
+    app.add_typer(_group, name=_name)
 
 
 if __name__ == "__main__":

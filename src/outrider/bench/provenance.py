@@ -1,0 +1,87 @@
+"""Where, when, with what and how numbers were made; and files written whole or not at all."""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import outrider
+from outrider.errors import ConfigError
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def provenance(num_threads: int) -> dict[str, Any]:
+    """Command, date, commit, machine and versions, as JSON values."""
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "threads": num_threads,
+        "python": platform.python_version(),
+        "versions": {"outrider": outrider.__version__}
+        | {name: version(name) for name in ("torch", "transformers", "numpy")},
+        "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
+    }
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under a name of its own first, so that nobody sees half of it.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(name, 0o644)  # mkstemp's 0o600 would hide a report from others
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _commit() -> str | None:
+    """Short hash of the checkout this package runs from, with a mark when it was changed."""
+    root = _git("rev-parse", "--show-toplevel")
+    if root is None or Path(root) / "src" / "outrider" != PACKAGE:
+        return None  # installed; a repository around site-packages is somebody else's
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return f"{_git('rev-parse', '--short', 'HEAD')}{' (changed)' if changed else ''}"
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

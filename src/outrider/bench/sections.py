@@ -1,0 +1,327 @@
+"""What a report says, as sections of words and tables, before it becomes HTML or Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.study import Study
+from outrider.bench.summary import Kind, Measurement
+from outrider.bench.timing import Spread
+
+NOTHING = "–"
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of text; the first column is left aligned, the others right."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(slots=True)
+class Section:
+    """One heading with what it says. `figure` names the plot that belongs to it."""
+
+    title: str
+    words: str
+    table: Table | None = None
+    figure: str = ""
+    details: list[str] = field(default_factory=list)  # listed below the table
+
+
+def sections(study: Study) -> list[Section]:
+    """Everything worth telling, the most important first."""
+    parts = [_speed(study)]
+    if not study.label:
+        parts += [_kinds(study.measurements[0]), _same_text(study), _loops(study)]
+    parts.append(_acceptance(study))
+    if study.contexts:
+        parts.append(_contexts(study))
+    parts += [_phases(study), _forward(study), _method(study)]
+    return parts
+
+
+def headline(study: Study) -> str:
+    """The result in one sentence."""
+    best = max(study.measurements, key=lambda one: one.speedup.median)
+    first = study.measurements[0]
+    words = f"{_case(first, study)}: {times(first.speedup)} of plain throughput"
+    if best is not first:
+        words += f"; best {_case(best, study)}: {times(best.speedup)}"
+    same = f"{study.verdict.num_same} of {study.verdict.num_answers} answers are the plain text"
+    return f"{words}. {same}."
+
+
+def times(value: Spread | None) -> str:
+    """A ratio: ``1.84×``."""
+    return NOTHING if value is None else f"{value.median:.2f}×"
+
+
+def with_spread(value: Spread | None, form: str = "{:.0f}", factor: float = 1.0) -> str:
+    """Median and range: ``61 (58–63)``."""
+    if value is None:
+        return NOTHING
+    low, high = form.format(factor * value.low), form.format(factor * value.high)
+    middle = form.format(factor * value.median)
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def number(value: float | None, form: str = "{:.2f}") -> str:
+    return NOTHING if value is None else form.format(value)
+
+
+def case_name(one: Measurement) -> str:
+    """What sets this measurement apart: ``batch 8``, ``batch 1, acceptance 0.8``."""
+    name = f"batch {one.batch}"
+    if one.forced_acceptance is not None:
+        name += f", acceptance {one.forced_acceptance:g}"
+    return name
+
+
+def _case(one: Measurement, study: Study) -> str:
+    return case_name(one) if len(study.measurements) > 1 else case_name(one).capitalize()
+
+
+def _speed(study: Study) -> Section:
+    rows = [
+        [
+            case_name(one),
+            with_spread(one.plain.tokens_per_second),
+            with_spread(one.speculative.tokens_per_second),
+            with_spread(one.speedup, "{:.2f}×"),
+            with_spread(one.decode_speedup, "{:.2f}×"),
+            number(one.acceptance_length),
+            with_spread(one.plain.first_token_seconds, "{:.0f}", 1e3),
+            with_spread(one.speculative.first_token_seconds, "{:.0f}", 1e3),
+        ]
+        for one in study.measurements
+    ]
+    header = [
+        "",
+        "plain tokens/s",
+        "speculative tokens/s",
+        "throughput",
+        "decoding",
+        "tokens per forward",
+        "first token plain, ms",
+        "first token speculative, ms",
+    ]
+    words = (
+        "Throughput counts all output tokens over the wall time, prompts included. Decoding is the "
+        "speed of one request after its first token, without text that loops. Tokens per forward "
+        "says how many tokens one forward of the target gave a request: plain decoding gives one. "
+        f"Medians over {study.settings.rounds} rounds with {_range_name(study)} in parentheses."
+    )
+    unfilled = [
+        f"{case_name(one)}: on average {one.speculative.mean_batch:.1f} requests were decoded at "
+        "the same time, fewer than the batch size while the last answers run out"
+        for one in study.measurements
+        if one.speculative.mean_batch < 0.8 * one.batch
+    ]
+    return Section("How much faster", words, Table(header, rows), "speedups", unfilled)
+
+
+def _range_name(study: Study) -> str:
+    if study.measurements[0].speedup.kind == "quartiles":
+        return "the quartiles"
+    return "the lowest and highest"
+
+
+def _kinds(one: Measurement) -> Section:
+    def row(kind: Kind) -> list[str]:
+        return [
+            kind.category,
+            str(kind.num_prompts),
+            with_spread(kind.plain),
+            with_spread(kind.speculative),
+            with_spread(kind.speedup, "{:.2f}×"),
+            number(kind.acceptance_length),
+            number(kind.draft_acceptance_rate, "{:.0%}"),
+        ]
+
+    header = [
+        "kind of prompt",
+        "prompts",
+        "plain tokens/s",
+        "speculative tokens/s",
+        "speed-up",
+        "tokens per forward",
+        "drafts kept",
+    ]
+    words = (
+        f"One request's decoding at {case_name(one)}. Text that repeats its prompt (edits, JSON, "
+        "copies) is easy to draft, open text is hard: an average over kinds says little about "
+        "your own mix."
+    )
+    return Section(
+        "By kind of prompt", words, Table(header, [row(kind) for kind in one.kinds]), "kinds"
+    )
+
+
+def _same_text(study: Study) -> Section:
+    verdict = study.verdict
+    if verdict.is_lossless:
+        words = (
+            f"All {verdict.num_answers} answers, plain and speculative, of every round and batch "
+            "size, are token for token the first plain answer to their prompt."
+        )
+        return Section("Same text", words)
+    words = f"{verdict.num_same} of {verdict.num_answers} answers are the plain text."
+    if not study.target["deterministic"]:
+        words += (
+            " This target does not run deterministically: rounding depends on what shares a "
+            "forward, and near-ties flip."
+        )
+    details = [
+        f"prompt {one['prompt']}, {one['side']}, batch {one['batch']}, token {one['position']}: "
+        f"after “…{one['context']}” the plain text has {one['plain_token']!r}, "
+        f"this one {one['other_token']!r}"
+        for one in verdict.differences
+    ]
+    return Section("Not the same text", words, details=details)
+
+
+def _loops(study: Study) -> Section:
+    rows = [
+        [
+            case_name(one),
+            f"{one.loops.num_looping} of {one.loops.num_answers}",
+            f"{one.loops.token_share:.0%}",
+            number(one.loops.acceptance_length),
+            number(one.loops.speedup, "{:.2f}×"),
+        ]
+        for one in study.measurements
+    ]
+    header = ["", "answers", "share of tokens", "tokens per forward", "speed-up"]
+    words = (
+        "Answers that end by repeating themselves. A loop is trivial to draft and of no use, so it "
+        "is left out of every figure on this page except throughput; this is what the loops gave."
+    )
+    return Section("Text that loops, apart", words, Table(header, rows))
+
+
+def _acceptance(study: Study) -> Section:
+    rows = []
+    for one in study.measurements:
+        for source in one.sources:
+            kept = source.num_accepted_draft_tokens / max(1, source.num_draft_tokens)
+            pairs = zip(source.accepted_per_position, source.drafted_per_position, strict=True)
+            shares = [f"{good / all_:.0%}" if all_ else NOTHING for good, all_ in pairs]
+            shares = (shares + [""] * 8)[:8]
+            label = f"{source.name}, {case_name(one)}"
+            rows.append([label, str(source.num_draft_tokens), f"{kept:.0%}", *shares])
+    header = ["source", "submitted", "kept", *(f"#{i}" for i in range(1, 9))]
+    words = (
+        "Draft tokens submitted to the target by each source, and the share kept at each place of "
+        "a draft. Later places are reached only when all before them were right, and the planner "
+        "submits only tokens that are likely to pay."
+    )
+    causes: dict[str, int] = {}
+    for one in study.measurements:
+        for cause, count in one.rejection_causes.items():
+            causes[cause] = causes.get(cause, 0) + count
+    listed = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in causes.items())
+    details = [f"draft tokens that were not used: {listed}"] if listed else []
+    return Section("What was drafted", words, Table(header, rows), "positions", details)
+
+
+def _contexts(study: Study) -> Section:
+    rows = [
+        [
+            f"{one.context_tokens}",
+            with_spread(one.plain.decode_tokens_per_second),
+            with_spread(one.speculative.decode_tokens_per_second),
+            with_spread(one.decode_speedup, "{:.2f}×"),
+            number(one.acceptance_length),
+            with_spread(one.speculative.first_token_seconds, "{:.2f}"),
+        ]
+        for one in study.contexts
+    ]
+    header = [
+        "prompt tokens",
+        "plain tokens/s",
+        "speculative tokens/s",
+        "speed-up",
+        "tokens per forward",
+        "first token, s",
+    ]
+    words = (
+        "The same copy and summary tasks behind more and more text to read; decoding speed of one "
+        "request."
+    )
+    return Section("By length of the context", words, Table(header, rows), "contexts")
+
+
+def _phases(study: Study) -> Section:
+    rows = []
+    for one in study.measurements:
+        for name, side in (("plain", one.plain), ("speculative", one.speculative)):
+            phases = side.milliseconds_per_step
+            cells = [f"{value:.2f}" for value in phases.values()]
+            rows.append([f"{case_name(one)}, {name}", *cells, f"{sum(phases.values()):.2f}"])
+    header = ["ms per step", *study.measurements[0].plain.milliseconds_per_step, "total"]
+    words = (
+        "Draft: planning and the calls into sources. Verify: the forward of the target and the "
+        "choice of tokens. Other: scheduling, packing, text. Steps that read prompts are included."
+    )
+    return Section("Where the time of a step goes", words, Table(header, rows), "phases")
+
+
+def _forward(study: Study) -> Section:
+    cost = study.forward
+    assert cost is not None
+    rows = [
+        [f"{count} rows" if count > 1 else "1 row", with_spread(one, "{:.2f}", 1e3), f"{ratio:.2f}"]
+        for count, one, ratio in zip(cost.rows, cost.seconds, cost.ratios, strict=True)
+    ]
+    words = (
+        f"One forward of the target by its new rows, at {cost.context_tokens} tokens of context. "
+        "Eight drafts cost what nine rows cost more than one: the flatter, the more a draft may "
+        "be wrong."
+    )
+    table = Table(["", "ms", "of the cheapest of 1 and 2"], rows)
+    return Section("What verifying costs", words, table, "forward")
+
+
+def _method(study: Study) -> Section:
+    about, settings = study.provenance, study.settings
+    versions = ", ".join(f"{name} {value}" for name, value in about.get("versions", {}).items())
+    inputs = study.measurements[0].input_tokens
+    sampling = "greedy"
+    if settings.temperature:
+        sampling = f"temperature {settings.temperature:g}, top-p {settings.top_p:g}"
+    target = study.target
+    facts: dict[str, Any] = {
+        "model": f"{target['name']}, {target['dtype']} on {target['device']}, "
+        f"{'deterministic' if target['deterministic'] else 'not deterministic'}",
+        "drafts": study.speculative_config,
+        "prompts": f"{study.workload['num_prompts']} ({_counted(study.workload['categories'])}), "
+        f"{inputs[0]} to {inputs[1]} tokens",
+        "answers": f"at most {settings.max_tokens} tokens"
+        + (", going on after the end of text" if settings.ignore_eos else "")
+        + f"; {sampling}, seed {settings.seed}",
+        "rounds": f"{settings.rounds}; plain and speculative take turns, and both start every "
+        "round anew: no source has met a prompt before, warm-up prompts are others",
+        "machine": f"{about.get('cpu')}, {about.get('threads')} threads, load "
+        f"{(about.get('load_average') or [float('nan')])[0]:.1f} at the start",
+        "versions": f"{versions}, Python {about.get('python')}, commit {about.get('commit')}",
+        "date": about.get("date"),
+        "command": about.get("command"),
+    }
+    rows = [[name, str(value)] for name, value in facts.items()]
+    return Section("How it was measured", "", Table([], rows), details=study.workload["notes"])
+
+
+def _counted(categories: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in categories.items())
+
+
+def plain_text(table: Table) -> Sequence[str]:
+    """The table as lines of Markdown."""
+    header = table.header or [""] * len(table.rows[0])
+    marks = ["---", *["---:"] * (len(header) - 1)] if table.header else ["---"] * len(header)
+    return [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        for row in (header, marks, *table.rows)
+    ]

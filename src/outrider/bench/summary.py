@@ -1,0 +1,242 @@
+"""From passes to numbers: rates, speed-ups, acceptance, phases. Nothing here runs a model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from outrider.bench.drive import Pass, Span
+from outrider.bench.run import Measured
+from outrider.bench.timing import Spread, spread
+from outrider.results import SourceMetrics, SpeculativeMetrics
+
+ALL = "all"
+# What a reader wants to know of a step, and the phases of `StepTimes` behind it.
+PHASES = {
+    "draft": ("plan", "propose"),
+    "verify": ("forward", "sample"),
+    "other": ("schedule", "pack", "commit"),
+}
+
+
+@dataclass(slots=True)
+class Side:
+    """One way of decoding at one batch size; spreads are over rounds."""
+
+    tokens_per_second: Spread  # output tokens over wall time, prompts included
+    decode_tokens_per_second: Spread | None  # of one request after its first token, loops left out
+    first_token_seconds: Spread  # median over the prompts
+    milliseconds_per_step: dict[str, float]  # by PHASES, prompt steps included, median
+    mean_batch: float  # requests that got tokens per step
+
+
+@dataclass(slots=True)
+class Kind:
+    """Prompts of one category; what is decoded in loops is left out."""
+
+    category: str
+    num_prompts: int
+    plain: Spread | None  # decoded tokens per second of one request; None: nothing but loops
+    speculative: Spread | None
+    speedup: Spread | None  # of each round
+    acceptance_length: float | None  # tokens per target decode forward, skipped drafts counted
+    draft_acceptance_rate: float | None  # of draft tokens; loops included
+
+
+@dataclass(slots=True)
+class Loops:
+    """Answers that end in a loop, of the speculative side."""
+
+    num_answers: int
+    num_looping: int
+    token_share: float  # of the decoded tokens
+    acceptance_length: float | None  # in the loops
+    speedup: float | None  # in the loops
+
+
+@dataclass(slots=True)
+class Source:
+    """What one source drafted, summed over rounds."""
+
+    name: str
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Everything about one batch size (or one context length, or one forced acceptance)."""
+
+    batch: int
+    num_prompts: int
+    plain: Side
+    speculative: Side
+    speedup: Spread  # of output tokens over wall time, round by round
+    decode_speedup: Spread | None  # of one request after its first token, loops left out
+    acceptance_length: float | None  # tokens per target decode forward, loops left out
+    kinds: list[Kind]
+    loops: Loops
+    sources: list[Source]
+    rejection_causes: dict[str, int] = field(default_factory=dict)
+    input_tokens: tuple[int, int] = (0, 0)  # shortest and longest prompt
+    context_tokens: int | None = None  # of a context-length sweep
+    forced_acceptance: float | None = None  # of a speed-only run
+
+
+def summarise(measured: Measured, categories: Sequence[str], lengths: Sequence[int]) -> Measurement:
+    """The numbers of one batch size.
+
+    Args:
+        categories: by prompt index.
+        lengths: tokens of the prompts that were decoded.
+    """
+    plain, speculative = measured.sides
+    total = SpeculativeMetrics()
+    for answer in (answer for part in speculative for answer in part.answers):
+        assert answer.output is not None
+        add(total, answer.output.metrics.speculative_decoding or SpeculativeMetrics())
+    indices = [answer.index for answer in plain[0].answers]
+    ratios = [
+        b.num_tokens / b.seconds / (a.num_tokens / a.seconds)
+        for a, b in zip(plain, speculative, strict=True)
+    ]
+    whole = _kind(ALL, indices, plain, speculative)
+    names = sorted({categories[index] for index in indices})
+    return Measurement(
+        batch=measured.batch,
+        num_prompts=len(indices),
+        plain=_side(plain),
+        speculative=_side(speculative),
+        speedup=spread(ratios),
+        decode_speedup=whole.speedup,
+        acceptance_length=whole.acceptance_length,
+        kinds=[
+            _kind(name, [i for i in indices if categories[i] == name], plain, speculative)
+            for name in names
+        ],
+        loops=_loops(plain, speculative),
+        sources=[_source(name, one) for name, one in sorted(total.per_source.items())],
+        rejection_causes=dict(sorted(total.rejection_causes.items())),
+        input_tokens=(min(lengths), max(lengths)),
+    )
+
+
+def add(total: SpeculativeMetrics, part: SpeculativeMetrics) -> None:
+    """Add the counts of one request to a total."""
+    for name in (
+        "num_target_steps",
+        "num_spec_steps",
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "num_output_tokens",
+    ):
+        setattr(total, name, getattr(total, name) + getattr(part, name))
+    for mine, theirs in (
+        (total.acceptance_histogram, part.acceptance_histogram),
+        (total.rejection_causes, part.rejection_causes),
+    ):
+        for key, count in theirs.items():
+            mine[key] = mine.get(key, 0) + count  # pyright: ignore[reportArgumentType]
+    for name, one in part.per_source.items():
+        mine = total.per_source.setdefault(name, SourceMetrics())
+        mine.num_draft_tokens += one.num_draft_tokens
+        mine.num_accepted_draft_tokens += one.num_accepted_draft_tokens
+        _add_list(mine.draft_tokens_per_position, one.draft_tokens_per_position)
+        _add_list(mine.accepted_per_position, one.accepted_per_position)
+
+
+def _add_list(mine: list[int], theirs: Sequence[int]) -> None:
+    mine.extend([0] * (len(theirs) - len(mine)))
+    for index, count in enumerate(theirs):
+        mine[index] += count
+
+
+def _side(rounds: Sequence[Pass]) -> Side:
+    first = [median(a.first_token_seconds for a in part.answers) for part in rounds]
+    indices = [answer.index for answer in rounds[0].answers]
+    return Side(
+        tokens_per_second=spread([part.num_tokens / part.seconds for part in rounds]),
+        decode_tokens_per_second=_rates(rounds, indices),
+        first_token_seconds=spread(first),
+        milliseconds_per_step={
+            name: 1e3
+            * median(
+                sum(getattr(part.times, phase) for phase in phases) / max(1, part.times.steps)
+                for part in rounds
+            )
+            for name, phases in PHASES.items()
+        },
+        mean_batch=median(part.mean_batch for part in rounds),
+    )
+
+
+def _kind(
+    category: str, indices: Sequence[int], plain: Sequence[Pass], speculative: Sequence[Pass]
+) -> Kind:
+    slow, fast = _rates(plain, indices), _rates(speculative, indices)
+    kept = drafted = 0
+    for part in speculative:
+        for answer in (answer for answer in part.answers if answer.index in indices):
+            assert answer.output is not None
+            metrics = answer.output.metrics.speculative_decoding or SpeculativeMetrics()
+            drafted += metrics.num_draft_tokens
+            kept += metrics.num_accepted_draft_tokens
+    return Kind(
+        category=category,
+        num_prompts=len(indices),
+        plain=slow,
+        speculative=fast,
+        speedup=None
+        if slow is None or fast is None
+        else spread([b / a for a, b in zip(slow.values, fast.values, strict=True)]),
+        acceptance_length=_per_forward(_outside(part, indices) for part in speculative),
+        draft_acceptance_rate=kept / drafted if drafted else None,
+    )
+
+
+def _rates(rounds: Sequence[Pass], indices: Sequence[int]) -> Spread | None:
+    """Decoded tokens per second of one request, loops left out; None where nothing is left."""
+    spans = [_outside(part, indices) for part in rounds]
+    if not all(span.num_tokens and span.seconds for span in spans):
+        return None
+    return spread([span.num_tokens / span.seconds for span in spans])
+
+
+def _outside(part: Pass, indices: Iterable[int]) -> Span:
+    return sum((part.spans[index][0] for index in indices), Span())
+
+
+def _inside(part: Pass) -> Span:
+    return sum((loop for _, loop in part.spans.values()), Span())
+
+
+def _per_forward(spans: Iterable[Span]) -> float | None:
+    total = sum(spans, Span())
+    return total.num_tokens / total.num_forwards if total.num_forwards else None
+
+
+def _loops(plain: Sequence[Pass], speculative: Sequence[Pass]) -> Loops:
+    slow, fast = (sum(map(_inside, rounds), Span()) for rounds in (plain, speculative))
+    spans = [pair for part in speculative for pair in part.spans.values()]
+    decoded = sum(outside.num_tokens + inside.num_tokens for outside, inside in spans)
+    both = slow.num_tokens and fast.num_tokens and slow.seconds and fast.seconds
+    return Loops(
+        num_answers=len(spans),
+        num_looping=sum(inside.num_tokens > 0 for _, inside in spans),
+        token_share=fast.num_tokens / max(1, decoded),
+        acceptance_length=fast.num_tokens / fast.num_forwards if fast.num_forwards else None,
+        speedup=(fast.num_tokens / fast.seconds) / (slow.num_tokens / slow.seconds)
+        if both
+        else None,
+    )
+
+
+def _source(name: str, metrics: SourceMetrics) -> Source:
+    return Source(
+        name,
+        metrics.num_draft_tokens,
+        metrics.num_accepted_draft_tokens,
+        metrics.draft_tokens_per_position,
+        metrics.accepted_per_position,
+    )
