@@ -53,6 +53,7 @@ class PredictedSource(DraftSource):
     """
 
     name = "predicted"
+    needs_prediction = True
 
     def __init__(self, num_speculative_tokens: int = 32) -> None:
         at_least("num_speculative_tokens", num_speculative_tokens, 1)

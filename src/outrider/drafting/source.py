@@ -75,6 +75,7 @@ class DraftSource:
     name: str = "source"
     target_layer_ids: tuple[int, ...] = ()  # layers whose OUTPUT this source reads; -1 = embedding
     max_draft_tokens: int = 16
+    needs_prediction: bool = False  # drafts only for requests that carry a prediction
     cost: float = 0.0  # measured seconds per call, kept by the engine
 
     def bind(self, target: "Target", tokenizer: object | None, max_num_seqs: int) -> None:

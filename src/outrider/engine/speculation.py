@@ -68,11 +68,19 @@ class Speculation:
         ]
         if row_budget <= 0 or not any(room > 0 for room in rooms):
             return []
-        plans = [
-            SourcePlan(source, self.planner.budgets(source, rooms, row_budget))
-            for source in self.sources
-        ]
-        return [plan for plan in plans if any(plan.budgets)]
+        plans = []
+        for source in self.sources:
+            asked = rooms
+            if source.needs_prediction:
+                asked = [
+                    0 if proposal.work.request.context.prediction is None else room
+                    for proposal, room in zip(proposals, rooms, strict=True)
+                ]
+            if any(room > 0 for room in asked):
+                budgets = self.planner.budgets(source, asked, row_budget)
+                if any(budgets):
+                    plans.append(SourcePlan(source, budgets))
+        return plans
 
     def propose(self, plans: Sequence[SourcePlan], proposals: Sequence[Proposal]) -> None:
         """Ask the sources; no request and no KV is changed yet.
