@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PromptError,
         SamplingError,
         SourceError,
+        TableError,
         TokenizerMismatch,
         UserError,
     )
@@ -46,7 +47,8 @@ _HOMES = {
     "outrider.drafting.scripted": ("ScriptedSource",),
     "outrider.errors": (
         *("ConfigError", "KVFull", "MissingDependency", "ModelError", "OutriderError"),
-        *("PromptError", "SamplingError", "SourceError", "TokenizerMismatch", "UserError"),
+        *("PromptError", "SamplingError", "SourceError", "TableError", "TokenizerMismatch"),
+        "UserError",
     ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -74,6 +76,7 @@ __all__ = [
     "SourceMetrics",
     "SpeculativeMetrics",
     "StreamChunk",
+    "TableError",
     "TokenizerMismatch",
     "UserError",
 ]

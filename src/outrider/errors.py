@@ -6,6 +6,7 @@
     │   ├── TokenizerMismatch     drafts and target do not share a vocabulary
     │   ├── PromptError           empty prompt, prompt beyond the context, ids out of range
     │   ├── SamplingError         a sampling parameter out of its range
+    │   ├── TableError            a draft table, or the corpus for one, that cannot be used
     │   └── ConfigError           unknown key or value in a configuration
     ├── SourceError               a draft source raised, or answered what is no draft
     ├── MissingDependency         an optional package is not installed
@@ -38,6 +39,10 @@ class PromptError(UserError):
 
 class SamplingError(UserError):
     """A sampling parameter is out of its range."""
+
+
+class TableError(UserError):
+    """A draft table is missing, foreign or damaged, or cannot be built or written."""
 
 
 class ConfigError(UserError):

@@ -103,7 +103,9 @@ class LLM:
             kv_cache_tokens = _default_kv_tokens(target, max_num_seqs, max_model_len)
         self.engine = Engine(
             target,
-            build_sources(speculative_config, _draft_model_loader(dtype, device)),
+            build_sources(
+                speculative_config, _draft_model_loader(dtype, device), rule, self.tokenizer
+            ),
             verifier=make_verifier(rule, self.eos_token_ids),
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,

@@ -14,7 +14,9 @@ from outrider.drafting.lookup import LookupSource
 from outrider.drafting.options import at_least
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.source import DraftSource
+from outrider.drafting.table import TableSource
 from outrider.errors import ConfigError
+from outrider.tables.find import directories, find_table
 
 if TYPE_CHECKING:
     from outrider.target.base import Target
@@ -41,7 +43,7 @@ HARMLESS = {
     "code_revision": (None,),
 }
 PLANNED = (
-    *("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "pard", "table", "span"),
+    *("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "pard", "span"),
     *("layerskip", "remote", "mlp_speculator", "ngram_gpu", "extract_hidden_states"),
 )
 SHARED_TOKENS_PER_REQUEST = 512  # vLLM counts cached requests, the store counts tokens
@@ -74,7 +76,10 @@ def _without_rule(config: Config) -> dict[str, Any]:
 
 
 def build_sources(
-    config: SpeculativeConfig, load_model: LoadModel | None = None, rule: str | None = None
+    config: SpeculativeConfig,
+    load_model: LoadModel | None = None,
+    rule: str | None = None,
+    tokenizer: object | None = None,
 ) -> list[DraftSource]:
     """The sources a config asks for, in its order.
 
@@ -83,6 +88,7 @@ def build_sources(
         load_model: loads the draft model that a config names.
         rule: the accept rule, where `split_rule` has taken it out of the config already; a
             drafter that samples has to know it.
+        tokenizer: of the target, to find a draft table made for it.
 
     Raises:
         ConfigError: an unknown method, key or value; the message names the known ones.
@@ -99,12 +105,14 @@ def build_sources(
                 f'speculative_config must be "auto", an object, a list, a DraftSource or None, '
                 f"got {config!r}"
             )
-        return [LookupSource(), PredictedSource()]
+        return [LookupSource(), PredictedSource(), *_shipped_table(rule, tokenizer)]
     if isinstance(config, Mapping):
-        return [_build(config, load_model, rule)]
+        return [_build(config, load_model, rule, tokenizer)]
     if not isinstance(config, Sequence):
         raise ConfigError(f"speculative_config must be an object or a list, got {config!r}")
-    return [c if isinstance(c, DraftSource) else _build(c, load_model, rule) for c in config]
+    return [
+        c if isinstance(c, DraftSource) else _build(c, load_model, rule, tokenizer) for c in config
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +187,16 @@ METHODS = {
 DRAFT_MODEL_KEYS = {"model": "model", "num_speculative_tokens": "num_speculative_tokens"}
 
 
-def _build(config: object, load_model: LoadModel | None, rule: str) -> DraftSource:
+TABLE_KEYS = {
+    "path": "path",
+    "model": "path",
+    **{key: key for key in ("num_speculative_tokens", "branches", "min_survival", "hot_bytes")},
+}
+
+
+def _build(
+    config: object, load_model: LoadModel | None, rule: str, tokenizer: object | None
+) -> DraftSource:
     if not isinstance(config, Mapping):
         raise ConfigError(f"a source must be an object or a DraftSource, got {config!r}")
     method = config.get("method")
@@ -193,6 +210,8 @@ def _build(config: object, load_model: LoadModel | None, rule: str) -> DraftSour
         return _custom(method, config)
     if method == "draft_model":
         return _draft_model(config, load_model, rule)
+    if method == "table":
+        return _table(config, rule, tokenizer)
     if method not in METHODS:
         raise ConfigError(_unknown_method(method))
     return _made(method, METHODS[method], config)
@@ -219,6 +238,35 @@ def _draft_model(config: Config, load_model: LoadModel | None, rule: str) -> Dra
             f"got {config.get('model')!r}"
         )
     return _made("draft_model", _Method(make, DRAFT_MODEL_KEYS), config)
+
+
+def _table(config: Config, rule: str, tokenizer: object | None) -> DraftSource:
+    """The table that is named, or else one found for the tokenizer."""
+
+    def make(path: str | None = None, **options: Any) -> DraftSource:
+        if rule == "block":  # it knows chains only
+            options.setdefault("branches", 1)
+        if path is not None:
+            return TableSource(path, **options)
+        fingerprint = getattr(tokenizer, "fingerprint", None)
+        table = None if fingerprint is None else find_table(fingerprint)
+        if table is None:
+            raise ConfigError(
+                f"no draft table for the tokenizer {fingerprint} in "
+                f"{', '.join(map(str, directories()))}: name one with the key 'path', or make one "
+                "with `outrider table build`"
+            )
+        return TableSource(table, **options)
+
+    if "path" in config and "model" in config:
+        raise ConfigError('a table is named by "path" or by "model", got both')
+    return _made("table", _Method(make, TABLE_KEYS), config)
+
+
+def _shipped_table(rule: str, tokenizer: object | None) -> list[DraftSource]:
+    fingerprint = getattr(tokenizer, "fingerprint", None)
+    table = None if fingerprint is None else find_table(fingerprint)
+    return [] if table is None else [TableSource(table, branches=1 if rule == "block" else 2)]
 
 
 def _custom(path: str, config: Config) -> DraftSource:
@@ -259,13 +307,13 @@ def _check_keys(
 def _unknown_method(method: str) -> str:
     if method in PLANNED or method.endswith("_mtp"):
         return f"the method {method!r} is not available in this version; available: {_methods()}"
-    near = difflib.get_close_matches(method, [*METHODS, "draft_model"], n=1)
+    near = difflib.get_close_matches(method, [*METHODS, "draft_model", "table"], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown method {method!r}{hint} Known methods: {_methods()}"
 
 
 def _methods() -> str:
-    return ", ".join([*METHODS, "draft_model", '"package.module:Class"'])
+    return ", ".join([*METHODS, "draft_model", "table", '"package.module:Class"'])
 
 
 def _rule(value: object) -> str:
