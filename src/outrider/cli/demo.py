@@ -34,7 +34,7 @@ def demo(
     """Five prompts of different kinds: the answers, who drafted each token, and the speed-up."""
     from outrider.cli.answers import Dialogue
     from outrider.cli.comparison import compare_prompt, twin
-    from outrider.cli.console import Colours, output
+    from outrider.cli.console import Colours, messages, output
     from outrider.cli.demo_prompts import DEMO_PROMPTS
     from outrider.sampling_params import SamplingParams
 
@@ -52,7 +52,7 @@ def demo(
         console.rule(f"{number}  {record.label}", align="left", style="dim")
         console.print(_question(record.text, console.width - 1), style="dim")
         prompt = Dialogue(record, raw).ask(0)
-        with console.status("decoding plainly and speculatively, in turns …"):
+        with messages().status("decoding plainly and speculatively, in turns …"):
             result = compare_prompt(plain, llm, prompt, params, rounds, record.label)
         _show(console, result, colours)
         results.append(result)

@@ -14,7 +14,10 @@ EXIT_USER_ERROR = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells expect
 COMMANDS = ("generate", "chat", "compare", "demo")
-GROUPS = {"bench": ()}  # commands that run on their own and have others below them
+GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
+    "bench": (),  # runs on its own too
+    "table": ("build", "inspect", "coverage", "merge", "prune"),
+}
 
 app = typer.Typer(
     name="outrider",
