@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.bench.timing import Spread, alternate, seconds, spread
+from outrider.engine.tenancy import tenancy_of
 from outrider.target.base import PAGE_SIZE, ForwardBatch
 
 if TYPE_CHECKING:
@@ -36,16 +37,16 @@ class ForwardCost:
 
 
 def forward_cost(llm: "LLM", rows: Sequence[int] = ROWS) -> ForwardCost:
-    """Measure on the target of an idle engine; what its KV holds is overwritten.
+    """Measure on the target of an engine; row counts take turns.
 
-    Row counts take turns. The context is shorter where the KV cache is.
+    The context is shorter where the KV cache is. Engines on this target find their KV gone.
     """
     target = llm.engine.target
     room = min(llm.engine.arena.num_pages * PAGE_SIZE, llm.engine.max_model_len)
     rows = [count for count in rows if count <= room // 2]
     context = min(CONTEXT_TOKENS, room - max(rows))
-    llm.engine.check_integrity()
-    target.allocate_kv(llm.engine.arena.num_pages)
+    tenancy_of(target).take(target, object(), llm.engine.arena.num_pages)
+    target.forward(chain(target, context, 0, num_logits=1))
 
     def once(count: int) -> float:
         return seconds(lambda: target.forward(chain(target, count, context)))
@@ -56,9 +57,16 @@ def forward_cost(llm: "LLM", rows: Sequence[int] = ROWS) -> ForwardCost:
     return ForwardCost(context, list(rows), [spread(result) for result in results])
 
 
-def chain(target: "Target", num_rows: int, context_tokens: int) -> ForwardBatch:
-    """New rows of one request behind its context; the KV holds whatever was there."""
+def chain(
+    target: "Target", num_rows: int, context_tokens: int, num_logits: int | None = None
+) -> ForwardBatch:
+    """New rows of one request behind its context, which is in the first pages.
+
+    Args:
+        num_logits: of how many rows, the last ones, logits are wanted; None: of all.
+    """
     num_pages = -(-(context_tokens + num_rows) // PAGE_SIZE)
+    first = 0 if num_logits is None else num_rows - num_logits
     return ForwardBatch(
         token_ids=np.arange(100, 100 + num_rows, dtype=np.int32) % target.vocab_size,
         positions=np.arange(context_tokens, context_tokens + num_rows, dtype=np.int32),
@@ -66,6 +74,6 @@ def chain(target: "Target", num_rows: int, context_tokens: int) -> ForwardBatch:
         context_lens=np.array([context_tokens], np.int32),
         page_tables=[np.arange(num_pages, dtype=np.int32)],
         parents=np.arange(-1, num_rows - 1, dtype=np.int32),
-        logits_rows=np.arange(num_rows, dtype=np.int32),
+        logits_rows=np.arange(first, num_rows, dtype=np.int32),
         is_tree=np.array([False]),
     )

@@ -3,9 +3,9 @@
 import importlib.util
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from outrider.bench.sections import case_name
+from outrider.bench.sections import case_name, times
 from outrider.bench.study import Study
 from outrider.bench.timing import Spread
 
@@ -37,7 +37,7 @@ def svg(draw: Callable[["Axes"], None], width: float, height: float) -> str:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: small, and in the page's own font
         "svg.hashsalt": "outrider",  # the same numbers give the same file
         "font.family": "sans-serif",
@@ -61,17 +61,21 @@ def svg(draw: Callable[["Axes"], None], width: float, height: float) -> str:
 
 
 def pairs_of_bars(
-    axes: "Axes", names: list[str], plain: list[Spread | None], other: list[Spread | None]
+    axes: "Axes",
+    names: list[str],
+    plain: list[Spread | None],
+    other: list[Spread | None],
+    ratios: list[Spread | None],
 ) -> None:
     """Horizontal bars of two sides with their spread, and the ratio at the end."""
-    for row, (slow, fast) in enumerate(zip(plain, other, strict=True)):
+    for row, (slow, fast, ratio) in enumerate(zip(plain, other, ratios, strict=True)):
         for value, offset, colour in ((slow, 0.2, PLAIN), (fast, -0.2, SPECULATIVE)):
             if value is not None:
                 axes.barh(row - offset, value.median, 0.36, color=colour)
                 axes.plot([value.low, value.high], [row - offset] * 2, color="#24292f", lw=1.2)
         if slow is not None and fast is not None:
-            ratio = f" {fast.median / slow.median:.2f}×"
-            axes.text(max(fast.high, slow.high), row, ratio, va="center", fontweight="bold")
+            end = max(fast.high, slow.high)
+            axes.text(end, row, f" {times(ratio)}", va="center", fontweight="bold")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -88,6 +92,7 @@ def _speedups(axes: "Axes", study: Study) -> None:
         [case_name(one) for one in many],
         [one.plain.tokens_per_second for one in many],
         [one.speculative.tokens_per_second for one in many],
+        [one.speedup for one in many],
     )
     axes.set_xlabel("output tokens per second, all requests together")
 
@@ -95,7 +100,8 @@ def _speedups(axes: "Axes", study: Study) -> None:
 def _kinds(axes: "Axes", study: Study) -> None:
     kinds = study.measurements[0].kinds
     names = [kind.category for kind in kinds]
-    pairs_of_bars(axes, names, [k.plain for k in kinds], [k.speculative for k in kinds])
+    plain, other = [kind.plain for kind in kinds], [kind.speculative for kind in kinds]
+    pairs_of_bars(axes, names, plain, other, [kind.speedup for kind in kinds])
     axes.set_xlabel("decoded tokens per second of one request")
 
 
@@ -122,7 +128,7 @@ def _contexts(axes: "Axes", study: Study) -> None:
     names = [f"{one.context_tokens} tokens" for one in study.contexts]
     plain = [one.plain.decode_tokens_per_second for one in study.contexts]
     other = [one.speculative.decode_tokens_per_second for one in study.contexts]
-    pairs_of_bars(axes, names, plain, other)
+    pairs_of_bars(axes, names, plain, other, [one.decode_speedup for one in study.contexts])
     axes.set_xlabel("decoded tokens per second of one request")
 
 

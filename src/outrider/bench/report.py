@@ -12,7 +12,7 @@ from outrider.bench.study import Study
 TITLE = "outrider bench"
 STYLE = """
 body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif;
-       color: #24292f; background: #fff; max-width: 60rem; margin: 2rem auto; padding: 0 1.5rem; }
+       color: #24292f; background: #fff; max-width: 64rem; margin: 2rem auto; padding: 0 1.5rem; }
 h1 { font-size: 1.9rem; margin: 0 0 .2rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .4rem; }
 p { max-width: 46rem; margin: .4rem 0 .8rem; } .lead { font-size: 1.2rem; }
 .about { color: #57606a; margin: 0 0 1.2rem; }
@@ -20,7 +20,8 @@ p { max-width: 46rem; margin: .4rem 0 .8rem; } .lead { font-size: 1.2rem; }
          font-weight: 600; }
 table { border-collapse: collapse; margin: .8rem 0; font-variant-numeric: tabular-nums; }
 th { font-weight: 600; font-size: .85rem; color: #57606a; vertical-align: bottom; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid #d8dee4; text-align: right; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #d8dee4; text-align: right; }
+td { white-space: nowrap; } table.facts td + td { white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
 table.facts td { text-align: left; vertical-align: top; }
 table.facts td:first-child { color: #57606a; }

@@ -44,13 +44,10 @@ def sections(study: Study) -> list[Section]:
 
 def headline(study: Study) -> str:
     """The result in one sentence."""
-    best = max(study.measurements, key=lambda one: one.speedup.median)
-    first = study.measurements[0]
-    words = f"{_case(first, study)}: {times(first.speedup)} of plain throughput"
-    if best is not first:
-        words += f"; best {_case(best, study)}: {times(best.speedup)}"
+    many = study.measurements
+    gains = ", ".join(f"{times(one.speedup)} at {case_name(one)}" for one in many)
     same = f"{study.verdict.num_same} of {study.verdict.num_answers} answers are the plain text"
-    return f"{words}. {same}."
+    return f"Tokens per second of speculative over plain decoding: {gains}. {same}."
 
 
 def times(value: Spread | None) -> str:
@@ -76,11 +73,9 @@ def case_name(one: Measurement) -> str:
     name = f"batch {one.batch}"
     if one.forced_acceptance is not None:
         name += f", acceptance {one.forced_acceptance:g}"
+    if one.context_tokens is not None:
+        name += f", {one.context_tokens} tokens"
     return name
-
-
-def _case(one: Measurement, study: Study) -> str:
-    return case_name(one) if len(study.measurements) > 1 else case_name(one).capitalize()
 
 
 def _speed(study: Study) -> Section:

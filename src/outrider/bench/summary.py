@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from outrider.bench.drive import Pass, Span
 from outrider.bench.run import Measured
@@ -132,18 +133,19 @@ def add(total: SpeculativeMetrics, part: SpeculativeMetrics) -> None:
         "num_output_tokens",
     ):
         setattr(total, name, getattr(total, name) + getattr(part, name))
-    for mine, theirs in (
-        (total.acceptance_histogram, part.acceptance_histogram),
-        (total.rejection_causes, part.rejection_causes),
-    ):
-        for key, count in theirs.items():
-            mine[key] = mine.get(key, 0) + count  # pyright: ignore[reportArgumentType]
+    _add_counts(total.acceptance_histogram, part.acceptance_histogram)
+    _add_counts(total.rejection_causes, part.rejection_causes)
     for name, one in part.per_source.items():
         mine = total.per_source.setdefault(name, SourceMetrics())
         mine.num_draft_tokens += one.num_draft_tokens
         mine.num_accepted_draft_tokens += one.num_accepted_draft_tokens
         _add_list(mine.draft_tokens_per_position, one.draft_tokens_per_position)
         _add_list(mine.accepted_per_position, one.accepted_per_position)
+
+
+def _add_counts(mine: dict[Any, int], theirs: dict[Any, int]) -> None:
+    for key, count in theirs.items():
+        mine[key] = mine.get(key, 0) + count
 
 
 def _add_list(mine: list[int], theirs: Sequence[int]) -> None:

@@ -2,40 +2,97 @@
 
 from typing import TYPE_CHECKING
 
-from outrider.bench.sections import Table, headline, sections
+from outrider.bench.sections import Table, case_name, headline, number, times, with_spread
 from outrider.bench.study import Study
+from outrider.bench.summary import Kind, Measurement
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN = 3  # sections; the report has them all
-
 
 def show(console: "Console", study: Study) -> None:
-    """Print the most important sections."""
+    """Print the most important numbers; the report has them all."""
     if study.label:
         console.print(study.label, style="bold yellow")
-    console.print(headline(study), style="bold")
-    for section in sections(study)[:SHOWN]:
-        if section.table is None:
-            style = "green" if study.verdict.is_lossless else "bold red"
-            console.print(f"\n{section.title}: {section.words}", style=style)
-        else:
-            console.print()
-            show_table(console, section.table, section.title)
-        for line in section.details:
-            console.print(f"  {line}", style="dim")
+    console.print(headline(study), style="bold" if study.verdict.is_lossless else "bold red")
+    show_table(console, _speeds(study.measurements + study.contexts))
+    if not study.label:
+        one = study.measurements[0]
+        show_table(console, _kinds(one.kinds), f"one request, {case_name(one)}, by kind of prompt")
+    for one in study.measurements:
+        if one.loops.num_looping:
+            console.print(
+                f"{case_name(one)}: {one.loops.num_looping} of {one.loops.num_answers} answers end "
+                f"in a loop ({one.loops.token_share:.0%} of the tokens, left out of decoding)"
+            )
+    for one in study.verdict.differences:
+        console.print(
+            f"prompt {one['prompt']}, {one['side']}, batch {one['batch']}: differs at token "
+            f"{one['position']}, after …{one['context']!r}: plain {one['plain_token']!r}, "
+            f"here {one['other_token']!r}"
+        )
 
 
-def show_table(console: "Console", table: Table, title: str) -> None:
+def show_table(console: "Console", table: Table, title: str = "") -> None:
     """One table; headers break at spaces so that it stays narrow."""
     from rich import box
     from rich.table import Table as RichTable
 
-    shown = RichTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    shown = RichTable(title=title, title_justify="left", title_style="dim", box=box.SIMPLE_HEAD)
     for index, name in enumerate(table.header):
         justify = "left" if index == 0 else "right"
-        shown.add_column(name.replace(" ", "\n"), justify=justify, vertical="bottom")
+        header = name.replace(" ", "\n")
+        shown.add_column(header, justify=justify, vertical="bottom", no_wrap=True)
     for row in table.rows:
         shown.add_row(*row)
     console.print(shown)
+
+
+def _speeds(many: list[Measurement]) -> Table:
+    header = [
+        "",
+        "plain tokens/s",
+        "spec. tokens/s",
+        "throughput",
+        "decoding",
+        "tokens per forward",
+        "first token, ms",
+    ]
+    rows = [
+        [
+            case_name(one),
+            f"{one.plain.tokens_per_second.median:.0f}",
+            f"{one.speculative.tokens_per_second.median:.0f}",
+            with_spread(one.speedup, "{:.2f}×"),
+            times(one.decode_speedup),
+            number(one.acceptance_length),
+            f"{1e3 * one.speculative.first_token_seconds.median:.0f}",
+        ]
+        for one in many
+    ]
+    return Table(header, rows)
+
+
+def _kinds(kinds: list[Kind]) -> Table:
+    header = [
+        "",
+        "prompts",
+        "plain tokens/s",
+        "spec. tokens/s",
+        "speed-up",
+        "tokens per forward",
+        "drafts kept",
+    ]
+    rows = [
+        [
+            kind.category,
+            str(kind.num_prompts),
+            number(kind.plain and kind.plain.median, "{:.0f}"),
+            number(kind.speculative and kind.speculative.median, "{:.0f}"),
+            with_spread(kind.speedup, "{:.2f}×"),
+            number(kind.acceptance_length),
+            number(kind.draft_acceptance_rate, "{:.0%}"),
+        ]
+        for kind in kinds
+    ]
+    return Table(header, rows)
