@@ -257,17 +257,19 @@ def _stream(paths: list[Path], tokenizer: "Tokenizer", limit: int) -> "Stream":
 
 def _print_header(opened: "Table", verified: bool) -> None:
     from outrider.cli.console import output
+    from outrider.tables.hashing import BUCKET_BYTES
 
     header, layout, console = opened.header, opened.contents.layout, output()
     console.print(
         f"{opened.path}: {opened.num_bytes / 1e6:.2f} MB, {header['num_contexts']} contexts, "
         f"{header['num_slots']} continuations" + (", checked from end to end" if verified else "")
     )
+    hot, cold = (region.num_buckets * BUCKET_BYTES / 1e6 for region in layout.regions)
+    lengths = ", ".join(map(str, layout.key_lengths))
+    console.print(f"tokenizer {opened.fingerprint}, {opened.vocab_size} ids")
     console.print(
-        f"tokenizer {opened.fingerprint}, {opened.vocab_size} ids · keys of "
-        f"{', '.join(map(str, layout.key_lengths))} tokens · filter {layout.filter_bytes / 1e6:.2f} "
-        f"MB, used most {layout.regions[0].num_buckets * 128 / 1e6:.2f} MB, others "
-        f"{layout.regions[1].num_buckets * 128 / 1e6:.2f} MB"
+        f"keys of {lengths} tokens · filter {layout.filter_bytes / 1e6:.2f} MB · entries used most "
+        f"{hot:.2f} MB, others {cold:.2f} MB"
     )
     by_length = header.get("contexts_by_length", {})
     if by_length:

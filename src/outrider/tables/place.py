@@ -88,8 +88,11 @@ def place(
     key_lengths: tuple[int, ...],
     token_bytes: int,
     max_bytes: int | None = None,
+    known_bits: int = HASH_BITS,
 ) -> Placed:
     """Sort entries into buckets; of more than `max_bytes` those of the least value go.
+
+    `known_bits`: how many upper bits of the hashes are known; those after them are zero.
 
     Raises:
         TableError: more entries than a table can hold.
@@ -98,7 +101,7 @@ def place(
     cut = _cut_for(store, layout, max_bytes)
     hot, sizes = _measure(store, cut)
     regions = tuple(_region(*size, layout) for size in sizes)
-    bits = min(hash_bits_for(region.num_buckets) for region in regions)
+    bits = min(known_bits, *(hash_bits_for(region.num_buckets) for region in regions))
     layout = Layout(key_lengths, bits, token_bytes, regions)
     contents = Contents(
         layout, np.zeros(layout.num_blocks * BLOCK_WORDS, np.uint32), _space(store, layout)

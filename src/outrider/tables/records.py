@@ -40,7 +40,7 @@ class Settings:
 
     key_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     min_count: int = 1
-    min_value: float = 0.1
+    min_value: float = 0.3
     num_ranks: int = 3
     min_share: float = 0.1
 
