@@ -73,9 +73,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0)
             if self.logprobs > MAX_LOGPROBS:
-                raise SamplingError(
-                    f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}"
-                )
+                raise SamplingError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
 
     def _check_ranges(self) -> None:
         _number("temperature", self.temperature, 0.0, math.inf)
@@ -110,9 +108,7 @@ def _integer(name: str, value: object, low: int) -> None:
         raise SamplingError(f"{name} must be at least {low}, got {value}")
 
 
-def _number(
-    name: str, value: object, low: float, high: float, open_low: bool = False
-) -> None:
+def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SamplingError(f"{name} must be a number, got {value!r}")
     inside = (low < value if open_low else low <= value) and value <= high
