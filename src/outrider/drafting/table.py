@@ -160,7 +160,8 @@ class TableSource(DraftSource):
             following = -1
             for index in children.get(node, ()):
                 is_right = request.tokens[index] == token
-                self._count(request, request.cells[index], is_right)
+                if request.cells[index] >= 0:  # else its confidence is that of a fallback
+                    self._count(request, request.cells[index], is_right)
                 if is_right:
                     following = index
             if following < 0:

@@ -125,38 +125,46 @@ private:
     }
 
     // Reads the continuations of the current node and takes the best candidate into the draft.
+    // Where the longest key has too few, shorter ones may add theirs, for the case that it fails.
     bool expand(int i) {
         Walk &walk = walks[i];
+        const int first = walk.num_candidates;
         int tier = 2;
-        for (; walk.level >= 0; walk.level--) {
+        for (; walk.level >= 0 && walk.num_candidates - first < call.branches; walk.level--) {
             const uint64_t hash = walk.hashes[walk.level];
             for (const Region &region : call.regions) {
                 if (!is_in(region, hash)) continue;
                 const Place place = place_of(hash, call.hash_bits, region.num_buckets);
-                if (!collect(walk, bucket_of(region, place), place.tag, call.factors[i])) continue;
-                tier = region.first_bucket + place.bucket >= call.num_hot;
+                if (!collect(walk, first, bucket_of(region, place), place.tag, call.factors[i])) continue;
+                if (tier == 2) tier = region.first_bucket + place.bucket >= call.num_hot;
                 break;
             }
-            if (tier < 2) break;
         }
         call.answered[tier]++;
         return walk.is_active = take(i);
     }
 
-    bool collect(Walk &walk, const uint8_t *bucket, uint32_t tag, float factor) const {
-        int found = 0;
+    bool collect(Walk &walk, int first, const uint8_t *bucket, uint32_t tag, float factor) const {
         const float survival = walk.node < 0 ? 1.0f : walk.survival[walk.node];
-        for (int s = 0; s < shape.per_bucket() && found < call.branches; s++) {
+        const int before = walk.num_candidates;
+        float left = 1;  // chance that none of the longer keys' continuations is right
+        for (int c = first; c < before; c++) left -= walk.candidates[c].confidence;
+        left = std::max(0.0f, left);
+        bool is_there = false;
+        for (int s = 0; s < shape.per_bucket() && walk.num_candidates - first < call.branches; s++) {
             const Slot slot = shape.read(bucket, s);
             if (!slot.count) break;
             if (slot.tag != tag) continue;
+            is_there = true;
+            if (std::any_of(walk.candidates + first, walk.candidates + before, [&](auto &c) { return c.token == int32_t(slot.token); }))
+                continue;
             const int cell = cell_of(call.key_lengths[walk.level], unpacked(slot.count), unpacked(slot.total));
             const float failure = (1 - call.table[cell]) * factor;
-            const float confidence = 1 - std::min(0.98f, std::max(0.005f, failure));
-            walk.candidates[walk.num_candidates++] = {survival * confidence, confidence, int32_t(slot.token), walk.node, cell};
-            found++;
+            const float confidence = left * (1 - std::min(0.98f, std::max(0.005f, failure)));
+            walk.candidates[walk.num_candidates++] = {survival * confidence, confidence, int32_t(slot.token), walk.node,
+                                                      before > first ? -1 : cell};
         }
-        return found > 0;
+        return is_there;
     }
 
     bool take(int i) {

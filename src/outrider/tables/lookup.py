@@ -17,6 +17,7 @@ from outrider.tables.format import Contents
 from outrider.tables.hashing import (
     BLOCK_WORDS,
     BUCKET_BYTES,
+    HASH_BITS,
     MAX_KEY,
     NUM_CELLS,
     blocks_of,
@@ -62,9 +63,20 @@ class Found:
 
     tokens: np.ndarray  # int32 [n, width]
     parents: np.ndarray  # int32 [n, width], -1: the context
-    cells: np.ndarray  # int32 [n, width]
+    cells: np.ndarray  # int32 [n, width], of the confidence; -1: from a shorter key
     confidence: np.ndarray  # float32 [n, width]
     lengths: np.ndarray  # int32 [n]
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A continuation that may come into a draft."""
+
+    survival: np.float32  # -1: it is in the draft
+    confidence: np.float32
+    token: int
+    parent: int
+    cell: int
 
 
 class TableLookup:
@@ -92,6 +104,7 @@ class TableLookup:
         self._table, self.layout = contents, contents.layout
         self.width, self.branches, self.min_survival = width, branches, min_survival
         self.max_key = max(contents.layout.key_lengths)
+        self._dropped_bits = np.uint64(HASH_BITS - contents.layout.hash_bits)
         self.confidence = confidence
         assert self.confidence.dtype == np.float32 and len(self.confidence) == NUM_CELLS
         self.num_hot = min(contents.layout.num_buckets, hot_bytes // BUCKET_BYTES)
@@ -175,43 +188,51 @@ class TableLookup:
 
     def _draft_one(self, row: int) -> None:
         found = self.found
-        candidates: list[list[Any]] = []  # survival, confidence, token, parent, cell
-        survivals: list[float] = []
+        candidates: list[_Candidate] = []
+        survivals: list[np.float32] = []
         context = [token for token in self.contexts[row].tolist() if token >= 0]
         budget = min(int(self.budgets[row]), self.width)
         node, paths = -1, {-1: context}
         while len(survivals) < budget:
-            above = survivals[node] if node >= 0 else 1.0
+            above = survivals[node] if node >= 0 else np.float32(1)
             for token, confidence, cell in self._continuations(paths[node], self.factors[row]):
-                candidates.append([np.float32(above * confidence), confidence, token, node, cell])
-            best = max(candidates, key=lambda candidate: candidate[0], default=None)
-            if best is None or best[0] < max(np.float32(self.min_survival), 0):
+                candidates.append(_Candidate(above * confidence, confidence, token, node, cell))
+            best = max(candidates, key=lambda candidate: candidate.survival, default=None)
+            if best is None or best.survival < max(np.float32(self.min_survival), 0):
                 break
-            survival, confidence, token, parent, cell = best
-            best[0] = -1.0
             node = len(survivals)
-            survivals.append(survival)
-            paths[node] = [token, *paths[parent]][: self.max_key]
-            found.tokens[row, node], found.parents[row, node] = token, parent
-            found.cells[row, node], found.confidence[row, node] = cell, confidence
+            survivals.append(best.survival)
+            paths[node] = [best.token, *paths[best.parent]][: self.max_key]
+            found.tokens[row, node], found.parents[row, node] = best.token, best.parent
+            found.cells[row, node], found.confidence[row, node] = best.cell, best.confidence
+            best.survival = np.float32(-1)
         found.lengths[row] = len(survivals)
 
     def _continuations(
         self, context: list[int], factor: np.float32
     ) -> list[tuple[int, np.float32, int]]:
-        """Tokens, confidences and cells after the longest key that the table has."""
-        if context:
-            hashes = context_hashes(np.array([context], np.int32))[0]
-            hashes >>= np.uint64(40 - self.layout.hash_bits)
-            for length in reversed(self.layout.key_lengths):
-                if length > len(context):
-                    continue
-                slots, tier = self._slots(hashes[length - 1 : length])
-                if len(slots):
-                    self.answered[tier] += 1
-                    return self._judge(slots, length, factor)
-        self.answered[NOWHERE] += 1
-        return []
+        """Tokens, confidences and cells: after the longest key that the table has, and where
+        that has too few, after shorter ones, for the case that it fails."""
+        hashes = context_hashes(np.array([context or [0]], np.int32))[0]
+        found: list[tuple[int, np.float32, int]] = []
+        answered = NOWHERE
+        for length in reversed(self.layout.key_lengths):
+            if length > len(context) or len(found) >= self.branches:
+                continue
+            slots, tier = self._slots(hashes[length - 1 : length] >> self._dropped_bits)
+            if not len(slots):
+                continue
+            left = np.float32(1)
+            for _, confidence, _ in found:
+                left -= confidence
+            known = [token for token, _, _ in found]
+            for token, confidence, cell in self._judge(slots, length, factor):
+                if token not in known and len(found) < self.branches:
+                    confidence *= max(np.float32(0), left)
+                    found.append((token, confidence, -1 if known else cell))
+            answered = tier if answered == NOWHERE else answered
+        self.answered[answered] += 1
+        return found
 
     def _slots(self, hashes: np.ndarray) -> tuple[np.ndarray, int]:
         """Token, count and total of the continuations of one hash, and which tier has them."""
@@ -230,7 +251,7 @@ class TableLookup:
                 slots = read_slots(rows[None], self.layout.token_bytes)[0]
                 slots = slots[(slots[:, 0] == int(tags[0])) & (slots[:, 2] > 0)]
                 if len(slots):
-                    return slots[: self.branches, 1:], tier
+                    return slots[:, 1:], tier
             first_bucket += region.num_buckets
         return np.empty((0, 3), np.int64), NOWHERE
 
