@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.sampling_params import SamplingParams
 
-WARM_UP_TOKENS = 64  # per request: enough for the cost model to know the batch it will meet
+WARM_UP_TOKENS = 32  # per request: enough for the cost model to meet the rows it will meet
 SLICE = 4  # times the batch size: prompts that one side decodes before the other has its turn
 
 Prompts = Sequence[tuple[int, Sequence[int]]]  # index of the prompt, token ids

@@ -73,8 +73,6 @@ def case_name(one: Measurement) -> str:
     name = f"batch {one.batch}"
     if one.forced_acceptance is not None:
         name += f", acceptance {one.forced_acceptance:g}"
-    if one.context_tokens is not None:
-        name += f", {one.context_tokens} tokens"
     return name
 
 

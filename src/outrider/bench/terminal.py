@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from outrider.bench.sections import Table, case_name, headline, number, times, with_spread
 from outrider.bench.study import Study
 from outrider.bench.summary import Kind, Measurement
+from outrider.bench.timing import Spread
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,10 +16,12 @@ def show(console: "Console", study: Study) -> None:
     if study.label:
         console.print(study.label, style="bold yellow")
     console.print(headline(study), style="bold" if study.verdict.is_lossless else "bold red")
-    show_table(console, _speeds(study.measurements + study.contexts))
+    show_table(console, _speeds(study.measurements))
     if not study.label:
         one = study.measurements[0]
         show_table(console, _kinds(one.kinds), f"one request, {case_name(one)}, by kind of prompt")
+    if study.contexts:
+        show_table(console, _contexts(study.contexts), "one request, by length of the context")
     for one in study.measurements:
         if one.loops.num_looping:
             console.print(
@@ -49,15 +52,7 @@ def show_table(console: "Console", table: Table, title: str = "") -> None:
 
 
 def _speeds(many: list[Measurement]) -> Table:
-    header = [
-        "",
-        "plain tokens/s",
-        "spec. tokens/s",
-        "throughput",
-        "decoding",
-        "tokens per forward",
-        "first token, ms",
-    ]
+    header = ["", "plain tok/s", "spec. tok/s", "speed-up", "decode", "tokens/ forward", "first ms"]
     rows = [
         [
             case_name(one),
@@ -73,22 +68,30 @@ def _speeds(many: list[Measurement]) -> Table:
     return Table(header, rows)
 
 
-def _kinds(kinds: list[Kind]) -> Table:
-    header = [
-        "",
-        "prompts",
-        "plain tokens/s",
-        "spec. tokens/s",
-        "speed-up",
-        "tokens per forward",
-        "drafts kept",
+def _contexts(many: list[Measurement]) -> Table:
+    header = ["tokens", "plain tok/s", "spec. tok/s", "decode", "tokens/ forward", "first ms"]
+    rows = [
+        [
+            str(one.context_tokens),
+            _median(one.plain.decode_tokens_per_second),
+            _median(one.speculative.decode_tokens_per_second),
+            with_spread(one.decode_speedup, "{:.2f}×"),
+            number(one.acceptance_length),
+            f"{1e3 * one.speculative.first_token_seconds.median:.0f}",
+        ]
+        for one in many
     ]
+    return Table(header, rows)
+
+
+def _kinds(kinds: list[Kind]) -> Table:
+    header = ["", "prompts", "plain tok/s", "spec. tok/s", "decode", "tokens/ forward", "kept"]
     rows = [
         [
             kind.category,
             str(kind.num_prompts),
-            number(kind.plain and kind.plain.median, "{:.0f}"),
-            number(kind.speculative and kind.speculative.median, "{:.0f}"),
+            _median(kind.plain),
+            _median(kind.speculative),
             with_spread(kind.speedup, "{:.2f}×"),
             number(kind.acceptance_length),
             number(kind.draft_acceptance_rate, "{:.0%}"),
@@ -96,3 +99,7 @@ def _kinds(kinds: list[Kind]) -> Table:
         for kind in kinds
     ]
     return Table(header, rows)
+
+
+def _median(value: Spread | None) -> str:
+    return number(value and value.median, "{:.0f}")
