@@ -138,14 +138,17 @@ class Ours:
     def __init__(self, shared_tokens: int = 1_000_000, **options: Any) -> None:
         self.source = LookupSource(BUDGET, shared_tokens=shared_tokens, **options)
         self.params = SamplingParams()
-        self.starts: dict[str, int] = {}
+        self.contexts: dict[str, DraftContext] = {}  # one per request, as in the engine
 
     def start(self, name: str, text: np.ndarray, num_prompt: int) -> None:
-        self.starts[name] = num_prompt
-        self.source.propose([self.context(name, text[:num_prompt])], [0])
+        context = DraftContext(name, text[:num_prompt], num_prompt, self.params)
+        self.contexts[name] = context
+        self.source.propose([context], [0])
 
     def context(self, name: str, text: np.ndarray) -> DraftContext:
-        return DraftContext(name, text, self.starts[name], self.params)
+        context = self.contexts[name]
+        context.token_ids = text
+        return context
 
     def propose(self, name: str, text: np.ndarray) -> Draft:
         return self.source.propose([self.context(name, text)], [BUDGET])[0]

@@ -67,19 +67,19 @@ class LookupSource(DraftSource):
             return []
         seats: list[int] = []
         message: list[int] = []
+        requests = self._requests
         store_version = 0 if self._store is None else self._store.version
         for context, budget in zip(contexts, budgets, strict=True):
             tokens = context.token_ids
-            request = self._requests.get(context.request_id)
-            if request is None or request.num_known > len(tokens):  # or the id is used again
+            num_tokens = len(tokens)
+            request = requests.get(context.request_id)
+            if request is None or request.num_known > num_tokens:  # or the id is used again
                 request = self._begin(context.request_id)
             if request.store_version != store_version:
                 self._refresh(request, context, store_version)
-            new = tokens[request.num_known :].tolist()
-            request.num_known = len(tokens)
+            known, request.num_known = request.num_known, num_tokens
             seats.append(request.seat)
-            message += (request.seat, budget, len(new))
-            message += new
+            message += (request.seat, budget, num_tokens - known, *tokens[known:].tolist())
         self._seats.look_up(len(seats), message)
         return self._seats.drafts_of(seats, self.name)
 

@@ -111,12 +111,13 @@ class Seats:
     def drafts_of(self, seats: Sequence[int], source: str) -> list[Draft]:
         """The last drafts of these seats."""
         tokens, confidence, lengths = self._views
+        width = self.width
         drafts = []
         for seat in seats:
-            start = seat * self.width
+            start = seat * width
             end = start + lengths[seat]
-            span = tokens[start:end].tolist(), [], None, confidence[start:end].tolist(), source
-            drafts.append(Draft(*span))
+            ids, chances = tokens[start:end].tolist(), confidence[start:end].tolist()
+            drafts.append(Draft(ids, [], None, chances, source))
         return drafts
 
     def cells_of(self, seat: int) -> list[int]:
