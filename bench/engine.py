@@ -85,9 +85,9 @@ class Bench:
             sys.exit(f"no prompts of category {CHAT!r} {'' if chat else 'other than this '}given")
         return chosen
 
-    def rate(self, llm: LLM, prompt: BenchPrompt, max_tokens: int = DECODE_TOKENS) -> float:
+    def rate(self, llm: LLM, prompt: BenchPrompt, ignore_eos: bool = True) -> float:
         """Greedy decoded tokens per second after the first token, batch 1."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=ignore_eos)
         rate = decode_rate(llm.chat([prompt.conversation], params)[0])
         assert rate is not None
         return rate
@@ -329,9 +329,13 @@ class Speedups:
 
 
 def _speedups(bench: Bench, prompts: Sequence[BenchPrompt], rounds: int) -> Speedups:
+    """Answers end where the model ends them: what follows repeats itself, and drafts too well."""
     result = Speedups([prompt.category for prompt in prompts], [], [])
     for prompt in prompts:
-        sides = [lambda m=m, p=prompt: bench.rate(m, p) for m in (bench.plain, bench.speculative)]
+        sides = [
+            lambda m=m, p=prompt: bench.rate(m, p, ignore_eos=False)
+            for m in (bench.plain, bench.speculative)
+        ]
         for side in sides:
             side()
         slow, fast = medians(alternate(rounds, *sides))
