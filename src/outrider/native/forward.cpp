@@ -119,8 +119,13 @@ class Model final : public AnyModel {
     void embed(int row);
     void add_and_norm(int row, const float *post_norm, const float *norm, int tapped_layer);
     void norm_row(const float *x, const float *weight, E *out) const;
-    void rotate_and_store(int row, const RowBlock &block, int head, const LayerSpec &layer,
-                          const LayerKV<E> &kv);
+    float *qkv_row(int row) { return &qkv_[long(row) * (query_width() + 2 * kv_width())]; }
+    const float *rope_of(const LayerSpec &layer, int row) const {
+        return layer.rope ? layer.rope + long(batch_.positions[row]) * spec_.rope_dim : nullptr;
+    }
+    void rotate_queries(int row, int head, const LayerSpec &layer);
+    void store_key_and_value(int row, const RowBlock &block, int head, const LayerSpec &layer,
+                             const LayerKV<E> &kv);
     template <class Epilogue>
     void linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix, const Matrix<E> &next,
                 const Epilogue &epilogue);
@@ -189,10 +194,13 @@ void Model<E>::run(int thread) {
                    store_biased(&qkv_[long(row) * width + column], sums, n, layer.qkv_bias, column);
                });
         if (thread == 0) attention_.begin_layer();
-        each(phase + kRope, thread, int(blocks_.size()) * spec_.kv_heads, [&](int item) {
-            const RowBlock &block = blocks_[item / spec_.kv_heads];
-            for (int row = block.row; row < block.row + block.rows; row++)
-                rotate_and_store(row, block, item % spec_.kv_heads, layer, kv);
+        each(phase + kRope, thread, int(blocks_.size()) * spec_.kv_heads * 2, [&](int item) {
+            const RowBlock &block = blocks_[item / 2 / spec_.kv_heads];
+            const int head = item / 2 % spec_.kv_heads;
+            for (int row = block.row; row < block.row + block.rows; row++) {
+                if (item % 2) rotate_queries(row, head, layer);
+                else store_key_and_value(row, block, head, layer, kv);
+            }
         });
         each(phase + kAttend, thread, int(attention_.items()), [&](int item) {
             attention_.run(item, thread, kv, queries_.data(), scoring, heads_.data());
@@ -299,22 +307,25 @@ void rotate_head(float *head, const ModelSpec &spec, const float *norm, const fl
     }
 }
 
-// Queries, key and value of one row and one KV head: norm, rotation, and their places.
+// Queries of one row that share a KV head: norm, rotation, and their place for attention.
 template <class E>
-void Model<E>::rotate_and_store(int row, const RowBlock &block, int head, const LayerSpec &layer,
-                                const LayerKV<E> &kv) {
+void Model<E>::rotate_queries(int row, int head, const LayerSpec &layer) {
     const int dim = spec_.head_dim, group = shape_.group();
-    float *qkv = &qkv_[long(row) * (query_width() + 2 * kv_width())];
-    const float *rope = layer.rope ? layer.rope + long(batch_.positions[row]) * spec_.rope_dim : nullptr;
     for (int g = 0; g < group; g++) {
-        float *query = qkv + (head * group + g) * dim;
-        rotate_head(query, spec_, layer.query_norm, rope);
+        float *query = qkv_row(row) + (head * group + g) * dim;
+        rotate_head(query, spec_, layer.query_norm, rope_of(layer, row));
         E *to = &queries_[((long(head) * batch_.rows + row) * group + g) * dim];
         for (int d = 0; d < dim; d += kLanes) store(to + d, load(query + d));
     }
-    float *key = qkv + query_width() + head * dim;
+}
+
+template <class E>
+void Model<E>::store_key_and_value(int row, const RowBlock &block, int head, const LayerSpec &layer,
+                                   const LayerKV<E> &kv) {
+    const int dim = spec_.head_dim;
+    float *key = qkv_row(row) + query_width() + head * dim;
     const float *value = key + kv_width();
-    rotate_head(key, spec_, layer.key_norm, rope);
+    rotate_head(key, spec_, layer.key_norm, rope_of(layer, row));
     for (int d = 0; d < dim; d += kLanes) {
         E k[kLanes], v[kLanes];
         store(k, load(key + d));
