@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tokenizers
 from fakes import ALPHABET, ROOT, FakeTarget, make_engine, path_hash, run
+from table_cases import texts, toy_table
 from tokenizers.models import WordLevel
 
 from outrider.drafting.draft_model import DraftModelSource
@@ -13,6 +14,7 @@ from outrider.drafting.lookup import LookupSource
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.scripted import ScriptedSource
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
+from outrider.drafting.table import TableSource
 from outrider.engine.verification import make_verifier
 from outrider.errors import ConfigError, TokenizerMismatch
 from outrider.results import RequestOutput
@@ -228,6 +230,9 @@ SOURCES: dict[str, Callable[[], list[DraftSource]]] = {
     "scripted tree": lambda: [
         ScriptedSource(lambda c: Draft([1, 2, 3, -1, 5, 6], parents=[-1, -1, 0, 0, 1, 4]))
     ],
+    "table": lambda: [TableSource(toy_table(texts(vocab_size=V), V), branches=1)],
+    "table tree": lambda: [TableSource(toy_table(texts(vocab_size=V), V), 9, branches=3)],
+    "lookup and table": lambda: [LookupSource(), TableSource(toy_table(texts(vocab_size=V), V))],
     "all": lambda: [LookupSource(), PredictedSource(), DraftModelSource(FakeTarget(V), 2)],
 }
 PARAMS = [
@@ -282,12 +287,15 @@ def first_two(target: FakeTarget, prompt: list[int]) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["invariant", "rejection", "block"])
-@pytest.mark.parametrize("name", ["lookup", "draft model"])
+@pytest.mark.parametrize("name", ["lookup", "draft model", "table"])
 def test_the_distribution_is_the_targets(name: str, rule: str) -> None:
     target, prompt = FakeTarget(5, sharpness=0.8), [1, 2, 3, 1, 4, 2, 1]
     source: DraftSource = LookupSource(num_speculative_tokens=3, min_survival=0)
     if name == "draft model":
         source = DraftModelSource(FakeTarget(5, sharpness=0.4), 3, rule=rule)
+    if name == "table":
+        branches = 1 if rule == "block" else 3
+        source = TableSource(toy_table(texts(vocab_size=5), 5), 6, branches, min_survival=0)
     engine = make_engine(
         [source], target, tokenizer=None, eos_token_ids=(), verifier=make_verifier(rule, ())
     )

@@ -73,6 +73,8 @@ class TableSource(DraftSource):
             )
         if not 0 <= min_survival <= 1:
             raise ConfigError(f"min_survival must be in [0, 1], got {min_survival}")
+        if not isinstance(table, Table | str | Path):
+            raise ConfigError(f"a table must be one or the path of a file, got {table!r}")
         self.table = table if isinstance(table, Table) else Table(table)
         self.max_draft_tokens = num_speculative_tokens
         self._rates = Rates(self.table.confidence, USUAL_WEIGHT)

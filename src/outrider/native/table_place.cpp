@@ -12,15 +12,19 @@ struct Group {
     const Entry *first, *end;
 };
 
-void fill(std::vector<Group> &groups, int bits, uint64_t num_buckets, const SlotShape &shape, uint8_t *bucket) {
+void fill(std::vector<Group> &groups, int bits, uint64_t num_buckets, const SlotShape &shape, uint8_t *bucket,
+          int64_t *written) {
     // What does not fit is what was seen least.
     std::stable_sort(groups.begin(), groups.end(), [](auto &a, auto &b) { return a.first->total > b.first->total; });
     int used = 0;
-    for (const Group &group : groups)
+    for (const Group &group : groups) {
+        written[1 + group.first->length()] += used < shape.per_bucket();
         for (const Entry *entry = group.first; entry < group.end && used < shape.per_bucket(); entry++) {
             const Place place = place_of(entry->hash() >> (kHashBits - bits), bits, num_buckets);
             shape.write(bucket, used++, {place.tag, entry->token, packed(entry->count), packed(entry->total)});
         }
+    }
+    written[0] += used;
     groups.clear();
 }
 
@@ -28,16 +32,18 @@ void fill(std::vector<Group> &groups, int bits, uint64_t num_buckets, const Slot
 }  // namespace outrider::table
 
 // Entries sorted by key, all of buckets [first_bucket, ...) of a region of num_buckets; buckets:
-// the bytes from first_bucket on, zeroed; filter: that of the whole region.
+// the bytes from first_bucket on, zeroed; filter: that of the whole region; written: added to,
+// slots, then contexts by key length.
 extern "C" void outrider_table_place(const outrider::table::Entry *entries, int64_t n, int32_t bits, int32_t token_bytes,
                                      uint64_t first_bucket, uint64_t num_buckets, uint64_t num_blocks, uint8_t *buckets,
-                                     uint32_t *filter) {
+                                     uint32_t *filter, int64_t *written) {
     using namespace outrider::table;
     const SlotShape shape{token_bytes};
     std::vector<Group> groups;
     uint64_t current = 0, hash = 0;
     auto place = [&] {
-        if (!groups.empty()) fill(groups, bits, num_buckets, shape, buckets + (current - first_bucket) * kBucketBytes);
+        if (groups.empty()) return;
+        fill(groups, bits, num_buckets, shape, buckets + (current - first_bucket) * kBucketBytes, written);
     };
     for (const Entry *entry = entries; entry < entries + n; entry++) {
         const uint64_t mine = entry->hash() >> (kHashBits - bits);

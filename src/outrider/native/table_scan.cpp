@@ -15,6 +15,7 @@ namespace outrider::table {
 namespace {
 
 constexpr int kMaxRanks = 4;
+constexpr float kNoticed = 0.02f;  // no plan changes for less confidence, however often it is asked
 constexpr int64_t kBuffer = 1 << 13;  // windows read from a file at once, 200 KB
 
 struct Settings {
@@ -277,6 +278,7 @@ private:
         float gain = confidence(context, 0);
         if (parent && parent->tokens[0] == context.tokens[0]) {
             gain = 0.5f * std::fabs(gain - confidence(*parent, 0));
+            if (gain < kNoticed) gain = 0;
         } else if (parent) {
             for (int rank = 1; rank < context.num_ranks; rank++)
                 if (context.tokens[rank] == parent->tokens[0]) gain -= confidence(context, rank);

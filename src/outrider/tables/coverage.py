@@ -11,9 +11,10 @@ from outrider.errors import MissingDependency
 from outrider.tables.edit import pruned
 from outrider.tables.format import Contents, Table
 from outrider.tables.lookup import TableLookup
+from outrider.tables.place import SMALLEST
 from outrider.tables.replay import Replay, Stream, replay
 
-FRACTIONS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.06, 0.03)  # sizes a table is pruned to
+FRACTIONS = (0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.06, 0.03)  # sizes a table is pruned to
 ENOUGH = 0.97  # the recommended size keeps this share of the accepted tokens
 
 
@@ -66,13 +67,15 @@ def coverage(
 
 def by_size(table: Table, stream: Stream, width: int = 8, branches: int = 1) -> list[Coverage]:
     """A table as it is, and pruned to smaller and smaller sizes."""
-    results = []
+    settings = width, branches
+    num_contexts = table.header["num_contexts"]
+    results = [coverage(table.contents, table.confidence, stream, num_contexts, *settings)]
     for fraction in FRACTIONS:
-        contents, num_contexts = table.contents, table.header["num_contexts"]
-        if fraction < 1:
-            placed = pruned(table.contents, max_bytes=int(fraction * table.num_bytes))
-            contents, num_contexts = placed.contents, placed.num_contexts
-        results.append(coverage(contents, table.confidence, stream, num_contexts, width, branches))
+        if fraction * table.num_bytes >= SMALLEST:
+            small = pruned(table.contents, int(fraction * table.num_bytes))
+            results.append(
+                coverage(small.contents, table.confidence, stream, small.num_contexts, *settings)
+            )
     return results
 
 

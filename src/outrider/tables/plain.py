@@ -9,6 +9,8 @@ import numpy as np
 from outrider.tables.hashing import context_hashes
 from outrider.tables.records import DOUBT, ENTRY, Settings
 
+NOTICED = 0.02  # no plan changes for less confidence, however often it is asked
+
 
 @dataclass(slots=True)
 class _Context:
@@ -63,6 +65,7 @@ def _keep(context: _Context, parent: _Context | None, settings: Settings) -> boo
     gain = context.confidence(0)
     if parent is not None and parent.ranks[0][0] == context.ranks[0][0]:
         gain = np.float32(0.5) * abs(gain - parent.confidence(0))
+        gain = np.float32(0) if gain < np.float32(NOTICED) else gain
     elif parent is not None:
         for rank in range(1, len(context.ranks)):
             if context.ranks[rank][0] == parent.ranks[0][0]:
