@@ -30,6 +30,7 @@ from outrider.tables.hashing import (
 
 MIN_FAILURE, MAX_FAILURE = 0.005, 0.98  # no confidence beyond them; as in table.cpp
 MAX_WIDTH, MAX_BRANCHES = 64, 4
+MAX_KEYS = 2  # asked for one context; as in table.cpp, which says why
 HOT, COLD, NOWHERE = range(3)  # who answered a lookup
 
 
@@ -212,12 +213,12 @@ class TableLookup:
         self, context: list[int], factor: np.float32
     ) -> list[tuple[int, np.float32, int]]:
         """Tokens, confidences and cells: after the longest key that the table has, and where
-        that has too few, after shorter ones, for the case that it fails."""
+        that has too few, after the next one, for the case that it fails."""
         hashes = context_hashes(np.array([context or [0]], np.int32))[0]
         found: list[tuple[int, np.float32, int]] = []
-        answered = NOWHERE
+        num_keys, answered = 0, NOWHERE
         for length in reversed(self.layout.key_lengths):
-            if length > len(context) or len(found) >= self.branches:
+            if length > len(context) or len(found) >= self.branches or num_keys == MAX_KEYS:
                 continue
             slots, tier = self._slots(hashes[length - 1 : length] >> self._dropped_bits)
             if not len(slots):
@@ -230,7 +231,8 @@ class TableLookup:
                 if token not in known and len(found) < self.branches:
                     confidence *= max(np.float32(0), left)
                     found.append((token, confidence, -1 if known else cell))
-            answered = tier if answered == NOWHERE else answered
+            answered = tier if not num_keys else answered
+            num_keys += 1
         self.answered[answered] += 1
         return found
 
