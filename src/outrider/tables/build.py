@@ -20,6 +20,7 @@ from outrider.tables.format import write_table
 from outrider.tables.place import EntryStore, Placed, place
 from outrider.tables.plain import entries_of
 from outrider.tables.records import (
+    ENTRY,
     MAX_VOCABULARY,
     WINDOW,
     Run,
@@ -34,8 +35,10 @@ DEFAULT_MEMORY = 1 << 30
 MIN_MEMORY = 64 << 20
 HELD_OUT = 32  # one text in so many is kept out of the table, to calibrate confidence
 MAX_HELD_OUT = 200_000  # tokens
-PIECES_AT_ONCE = 16  # of the scan, between two looks at the memory
-NUM_PIECES = 256
+PIECES_AT_ONCE = 8  # of the scan, between two looks at the memory
+MIN_PIECES, MAX_PIECES = 64, 8192
+# Entries found by a scan per window, at most about one, in the list of the scan and in a copy.
+SCAN_BYTES_PER_WINDOW = 2 * ENTRY.itemsize
 # Bytes per token of a run while it is made: its windows, what merging them takes, the tokens.
 RUN_BYTES_PER_TOKEN = 2 * WINDOW.itemsize
 
@@ -174,7 +177,9 @@ class TableBuilder:
         self._end_run(to_disk=bool(self._runs))
         store = EntryStore(budget, self._workplace() if self._runs[0].file >= 0 else None)
         scan = Scan(self.settings, self._runs, self.vocab_size)
-        bounds = scan.pieces(NUM_PIECES)
+        num_bytes = sum(run.count for run in self._runs) * SCAN_BYTES_PER_WINDOW
+        wanted = PIECES_AT_ONCE * num_bytes // (self.memory // 8)
+        bounds = scan.pieces(min(MAX_PIECES, max(MIN_PIECES, wanted)))
         for start in range(0, len(bounds) - 1, PIECES_AT_ONCE):
             progress("counting", start / len(bounds))
             store.add(scan.entries(bounds[start : start + PIECES_AT_ONCE + 1]))

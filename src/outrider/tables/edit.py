@@ -160,7 +160,7 @@ def _placed(
     bits: int,
     max_bytes: int | None,
 ) -> Placed:
-    store = EntryStore(budget=0)
+    store = EntryStore()
     store.add(entries)
     return place(store, key_lengths, contents.layout.token_bytes, max_bytes, bits)
 

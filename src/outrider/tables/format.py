@@ -12,6 +12,7 @@ reads the buckets.
 
 import contextlib
 import json
+import mmap
 import os
 import struct
 import tempfile
@@ -85,6 +86,12 @@ class Contents:
     layout: Layout
     filter: np.ndarray  # uint32 [num_blocks * BLOCK_WORDS]
     buckets: np.ndarray  # uint8 [num_buckets, BUCKET_BYTES]
+    mapping: mmap.mmap | None = None  # behind the buckets, where they are in a file
+
+    def forget(self) -> None:
+        """Give back the memory of what was read of a file; it is read again when needed."""
+        if self.mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class Table:
@@ -112,7 +119,8 @@ class Table:
             raise TableError(f"the table {path} is damaged: its filter does not match its checksum")
         words = np.frombuffer(packed, "<u4", layout.filter_bytes // 4)
         offset, shape = self.header["buckets"]["offset"], (layout.num_buckets, BUCKET_BYTES)
-        self.contents = Contents(layout, words, np.memmap(self.path, np.uint8, "r", offset, shape))
+        with self.path.open("rb") as file:
+            self.contents = Contents(layout, words, *mapped(file, offset, shape))
 
     @property
     def fingerprint(self) -> str:
@@ -146,6 +154,7 @@ class Table:
         flat = self.contents.buckets.reshape(-1)
         for start in range(0, len(flat), AT_ONCE):
             checksum = zlib.crc32(flat[start : start + AT_ONCE].data, checksum)
+            self.contents.forget()
         if _hex(checksum) != self.header["buckets"]["crc32"]:
             raise TableError(
                 f"the table {self.path} is damaged: its buckets do not match their checksum"
@@ -162,6 +171,12 @@ class Table:
         )
         if not fits:
             raise TableError(f"the table {self.path} is damaged: its parts do not fit together")
+
+
+def mapped(file: BinaryIO, offset: int, shape: tuple[int, int]) -> tuple[np.ndarray, mmap.mmap]:
+    """Bytes of a file as an array and the mapping behind it."""
+    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapping, np.uint8, shape[0] * shape[1], offset).reshape(shape), mapping
 
 
 def write_table(
@@ -201,6 +216,7 @@ def write_table(
         flat = contents.buckets.reshape(-1)
         for start in range(0, len(flat), AT_ONCE):
             chunk = flat[start : start + AT_ONCE].tobytes()
+            contents.forget()
             checksum = zlib.crc32(chunk, checksum)
             file.write(chunk)
         assert file.tell() == size, (file.tell(), size)

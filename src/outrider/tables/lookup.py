@@ -102,7 +102,7 @@ class TableLookup:
         hot_bytes: int = 0,
     ) -> None:
         assert 1 <= width <= MAX_WIDTH and 1 <= branches <= MAX_BRANCHES, (width, branches)
-        self._table, self.layout = contents, contents.layout
+        self.contents, self.layout = contents, contents.layout
         self.width, self.branches, self.min_survival = width, branches, min_survival
         self.max_key = max(contents.layout.key_lengths)
         self._dropped_bits = np.uint64(HASH_BITS - contents.layout.hash_bits)
@@ -158,13 +158,13 @@ class TableLookup:
         first_block = first_bucket = 0
         regions = []
         for region in layout.regions:
-            address = self._table.filter.ctypes.data + 4 * BLOCK_WORDS * first_block
+            address = self.contents.filter.ctypes.data + 4 * BLOCK_WORDS * first_block
             regions.append(_Region(address, region.num_blocks, first_bucket, region.num_buckets))
             first_block += region.num_blocks
             first_bucket += region.num_buckets
         return _Call(
             hot=self.hot.ctypes.data,
-            cold=self._table.buckets.ctypes.data,
+            cold=self.contents.buckets.ctypes.data,
             regions=(_Region * 2)(*regions),
             num_hot=self.num_hot,
             answered=self.answered.ctypes.data,
@@ -243,13 +243,13 @@ class TableLookup:
             block = first_block + int(
                 blocks_of(hashes, self.layout.hash_bits, region.num_blocks)[0]
             )
-            words = self._table.filter[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
+            words = self.contents.filter[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
             first_block += region.num_blocks
             if (words & filter_bits(hashes)[0] == filter_bits(hashes)[0]).all():
                 buckets, tags = places_of(hashes, self.layout.hash_bits, region.num_buckets)
                 bucket = first_bucket + int(buckets[0])
                 tier = HOT if bucket < self.num_hot else COLD
-                rows = (self.hot if tier == HOT else self._table.buckets)[bucket]
+                rows = (self.hot if tier == HOT else self.contents.buckets)[bucket]
                 slots = read_slots(rows[None], self.layout.token_bytes)[0]
                 slots = slots[(slots[:, 0] == int(tags[0])) & (slots[:, 2] > 0)]
                 if len(slots):

@@ -1,16 +1,17 @@
 """From entries to filter and buckets: which to keep, where each goes, in bounded memory."""
 
 import ctypes
-import itertools
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from outrider.errors import TableError
 from outrider.native import library, pointer
-from outrider.tables.format import BLOCK_BYTES, MAX_BUCKETS, Contents, Layout, Region
+from outrider.tables.format import BLOCK_BYTES, MAX_BUCKETS, Contents, Layout, Region, mapped
 from outrider.tables.hashing import (
     BLOCK_WORDS,
     BUCKET_BYTES,
@@ -32,34 +33,59 @@ MIN_BUCKETS = 16
 HEADER_BYTES = 16384  # room for the header when a table has to fit a size
 SMALLEST = HEADER_BYTES + 2 * MIN_BUCKETS * BUCKET_BYTES  # a size a table can be made to fit
 
+NUM_PARTS = 256  # of the entries in a file, by hash, so that each fits into memory
+PART_BOUNDS = np.arange(NUM_PARTS + 1, dtype=np.uint64) << np.uint64(HASH_BITS - 8)
+
 
 class EntryStore:
-    """Entries in memory, and in a file beyond `budget` bytes."""
+    """Entries in memory; beyond `budget` bytes in a file, sorted piece by piece."""
 
-    def __init__(self, budget: int, directory: Path | None = None) -> None:
+    def __init__(self, budget: int = 0, directory: Path | None = None) -> None:
         self.budget, self.directory = budget, directory
-        self.count = 0
         self._arrays: list[np.ndarray] = []
-        self._path: Path | None = None
+        self._is_sorted = False
+        self._num_bytes = 0
+        self._segments: list[np.ndarray] = []  # of the file, by part: first entry and end
 
     def add(self, entries: np.ndarray) -> None:
-        self.count += len(entries)
         self._arrays.append(entries)
-        if self.directory is not None and sum(a.nbytes for a in self._arrays) > self.budget:
-            self._path = self.directory / "entries"
-            with self._path.open("ab") as file:
-                for array in self._arrays:
-                    array.tofile(file)
-            self._arrays = []
+        self._is_sorted = False
+        self._num_bytes += entries.nbytes
+        if self.directory is not None and self._num_bytes > self.budget:
+            self._spill(self.directory / "entries")
 
-    def chunks(self) -> Iterator[np.ndarray]:
-        """All entries, in pieces; views that must not be changed."""
-        if self._path is not None:
-            size = max(1, self.budget // 4 // ENTRY.itemsize)
-            with self._path.open("rb") as file:
-                while len(chunk := np.fromfile(file, ENTRY, size)):
-                    yield chunk
-        yield from self._arrays
+    def parts(self) -> Iterator[tuple[int, np.ndarray]]:
+        """All entries, sorted, in pieces of ascending hashes; with the first hash beyond each."""
+        if self._segments and self.directory is not None:
+            if self._arrays:
+                self._spill(self.directory / "entries")
+            with (self.directory / "entries").open("rb") as file:
+                for part, end in enumerate(PART_BOUNDS[1:].tolist()):
+                    yield end, sort_entries(self._read(file, part))
+            return
+        if not self._is_sorted:
+            whole = np.concatenate([np.empty(0, ENTRY), *self._arrays])
+            self._arrays, self._is_sorted = [sort_entries(whole)], True
+        yield 1 << HASH_BITS, self._arrays[0]
+
+    def _spill(self, path: Path) -> None:
+        entries = sort_entries(np.concatenate(self._arrays))
+        self._arrays, self._num_bytes = [], 0
+        try:
+            with path.open("ab") as file:
+                first = file.tell() // ENTRY.itemsize
+                entries.tofile(file)
+        except OSError as error:
+            raise TableError(f"cannot write temporary files: {error.strerror or error}") from error
+        self._segments.append(first + np.searchsorted(entries["key"] >> np.uint64(8), PART_BOUNDS))
+
+    def _read(self, file: BinaryIO, part: int) -> np.ndarray:
+        pieces = []
+        for segment in self._segments:
+            first, end = segment[part : part + 2].tolist()
+            file.seek(first * ENTRY.itemsize)
+            pieces.append(np.fromfile(file, ENTRY, end - first))
+        return np.concatenate(pieces)
 
 
 @dataclass(slots=True)
@@ -79,9 +105,12 @@ class _Cut:
     value: int
     share: float
 
-    def keeps(self, entries: np.ndarray) -> np.ndarray:
+    def kept(self, entries: np.ndarray) -> np.ndarray:
+        if self.value == 0 and self.share == 1:
+            return entries
         is_among = (entries["key"] >> np.uint64(8)) < np.uint64(self.share * (1 << HASH_BITS))
-        return (entries["value"] > self.value) | ((entries["value"] == self.value) & is_among)
+        is_at = entries["value"] == self.value
+        return entries[(entries["value"] > self.value) | (is_at & is_among)]
 
 
 def place(
@@ -104,28 +133,101 @@ def place(
     regions = tuple(_region(*size, layout) for size in sizes)
     bits = min(known_bits, *(hash_bits_for(region.num_buckets) for region in regions))
     layout = Layout(key_lengths, bits, token_bytes, regions)
-    contents = Contents(
-        layout, np.zeros(layout.num_blocks * BLOCK_WORDS, np.uint32), _space(store, layout)
-    )
-    first_block = first_bucket = 0
+    words = np.zeros(layout.num_blocks * BLOCK_WORDS, np.uint32)
     written = np.zeros(17, np.int64)  # slots, then contexts by key length
-    for index, region in enumerate(regions):
-        words = contents.filter[first_block * BLOCK_WORDS :][: region.num_blocks * BLOCK_WORDS]
-        buckets = contents.buckets[first_bucket : first_bucket + region.num_buckets]
-        for low, entries in _sorted_parts(store, cut, hot, index == 0, region, bits):
-            _fill(entries, low, bits, layout, region, buckets, words, written)
-        first_block += region.num_blocks
-        first_bucket += region.num_buckets
-    by_length = written[1:].tolist()
+    with _Space(store, layout) as space:
+        fillers = _fillers(layout, words, space, written)
+        for end, entries in store.parts():
+            kept = cut.kept(entries)
+            is_hot = kept["heat"] >= hot
+            for filler, mine in zip(fillers, (kept[is_hot], kept[~is_hot]), strict=True):
+                filler.add(mine, end)
+        by_length = written[1:].tolist()
+        contents = Contents(layout, words, *space.finish())
     return Placed(contents, sum(by_length), int(written[0]), by_length)
 
 
-def _space(store: EntryStore, layout: Layout) -> np.ndarray:
-    """Zeroed buckets, in a file where the entries may not fit into memory."""
-    shape = (layout.num_buckets, BUCKET_BYTES)
-    if store.directory is None or layout.bucket_bytes <= store.budget // 2:
-        return np.zeros(shape, np.uint8)
-    return np.memmap(store.directory / "buckets", np.uint8, "w+", 0, shape)
+class _Space:
+    """The buckets while they are filled: in memory, or in a file that is mapped when complete."""
+
+    def __init__(self, store: EntryStore, layout: Layout) -> None:
+        self._shape = (layout.num_buckets, BUCKET_BYTES)
+        self._array: np.ndarray | None = None
+        self._file: BinaryIO | None = None
+        if store.directory is None or layout.bucket_bytes <= store.budget // 2:
+            self._array = np.zeros(self._shape, np.uint8)
+        else:
+            self._file = (store.directory / "buckets").open("w+b")
+
+    def __enter__(self) -> "_Space":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, first_bucket: int, buckets: np.ndarray) -> None:
+        """Buckets [n, BUCKET_BYTES] to their place."""
+        if self._array is not None:
+            self._array[first_bucket : first_bucket + len(buckets)] = buckets
+            return
+        assert self._file is not None
+        try:
+            self._file.seek(first_bucket * BUCKET_BYTES)
+            buckets.tofile(self._file)
+        except OSError as error:
+            raise TableError(f"cannot write temporary files: {error.strerror or error}") from error
+
+    def finish(self) -> tuple[np.ndarray, mmap.mmap | None]:
+        """All buckets, and the mapping behind them."""
+        if self._array is not None:
+            return self._array, None
+        assert self._file is not None
+        self._file.truncate(self._shape[0] * BUCKET_BYTES)
+        return mapped(self._file, 0, self._shape)
+
+
+@dataclass(slots=True)
+class _Filler:
+    """Fills the buckets of one region, from the first to the last."""
+
+    region: Region
+    first_bucket: int  # of the region, in the table
+    layout: Layout
+    words: np.ndarray  # of the region's part of the filter
+    space: _Space
+    written: np.ndarray
+    low: int = 0  # bucket of the region to fill next
+    left: np.ndarray = field(default_factory=lambda: np.empty(0, ENTRY))  # for buckets to come
+
+    def add(self, entries: np.ndarray, end: int) -> None:
+        """Take in sorted entries; all that come later have hashes of `end` or more."""
+        entries = np.concatenate([self.left, entries]) if len(self.left) else entries
+        bits, num_buckets = self.layout.hash_bits, self.region.num_buckets
+        high = num_buckets
+        if end < 1 << HASH_BITS:
+            cut = np.array([end >> (HASH_BITS - bits)], np.uint64)
+            high = int(places_of(cut, bits, num_buckets)[0][0])  # others may go there too
+        buckets, _ = places_of(_cut_hashes(entries, bits), bits, num_buckets)
+        count = int(np.searchsorted(buckets, high))
+        self.left = entries[count:].copy()
+        filled = np.zeros((high - self.low, BUCKET_BYTES), np.uint8)
+        _fill(entries[:count], self.low, self.layout, self.region, filled, self.words, self.written)
+        self.space.write(self.first_bucket + self.low, filled)
+        self.low = high
+
+
+def _fillers(
+    layout: Layout, words: np.ndarray, space: _Space, written: np.ndarray
+) -> list[_Filler]:
+    fillers = []
+    first_block = first_bucket = 0
+    for region in layout.regions:
+        mine = words[first_block * BLOCK_WORDS :][: region.num_blocks * BLOCK_WORDS]
+        fillers.append(_Filler(region, first_bucket, layout, mine, space, written))
+        first_block += region.num_blocks
+        first_bucket += region.num_buckets
+    return fillers
 
 
 def _cut_for(store: EntryStore, layout: Layout, max_bytes: int | None) -> _Cut:
@@ -134,7 +236,7 @@ def _cut_for(store: EntryStore, layout: Layout, max_bytes: int | None) -> _Cut:
     if max_bytes < SMALLEST:
         raise TableError(f"a table takes at least {SMALLEST} bytes, the maximum is {max_bytes}")
     slots, contexts = (np.zeros(1 << 16) for _ in range(2))
-    for chunk in store.chunks():
+    for _, chunk in store.parts():
         slots += np.bincount(chunk["value"], minlength=1 << 16)
         first = chunk["key"] & np.uint64(15) == 0
         contexts += np.bincount(chunk["value"][first], minlength=1 << 16)
@@ -151,8 +253,8 @@ def _cut_for(store: EntryStore, layout: Layout, max_bytes: int | None) -> _Cut:
 def _measure(store: EntryStore, cut: _Cut) -> tuple[int, list[tuple[int, int]]]:
     """The heat from which on entries are hot; slots and contexts of the hot ones and the others."""
     slots, contexts = (np.zeros(1 << 16, np.int64) for _ in range(2))
-    for chunk in store.chunks():
-        kept = chunk[cut.keeps(chunk)]
+    for _, chunk in store.parts():
+        kept = cut.kept(chunk)
         slots += np.bincount(kept["heat"], minlength=1 << 16)
         first = kept["key"] & np.uint64(15) == 0
         contexts += np.bincount(kept["heat"][first], minlength=1 << 16)
@@ -174,24 +276,6 @@ def _region(num_slots: int, num_contexts: int, layout: Layout) -> Region:
     return Region(num_blocks, num_buckets)
 
 
-def _sorted_parts(
-    store: EntryStore, cut: _Cut, hot: int, is_hot: bool, region: Region, bits: int
-) -> Iterator[tuple[int, np.ndarray]]:
-    """The entries of a region by ranges of buckets that fit into memory, with the first bucket."""
-    total = store.count * ENTRY.itemsize
-    num_parts = 1 if store.directory is None else max(1, -(-3 * total // max(1, store.budget)))
-    bounds = [region.num_buckets * part // num_parts for part in range(num_parts + 1)]
-    for low, high in itertools.pairwise(bounds):
-        picked = []
-        for chunk in store.chunks():
-            mine = chunk[cut.keeps(chunk) & ((chunk["heat"] >= hot) == is_hot)]
-            if num_parts > 1:
-                buckets, _ = places_of(_cut_hashes(mine, bits), bits, region.num_buckets)
-                mine = mine[(buckets >= np.uint64(low)) & (buckets < np.uint64(high))]
-            picked.append(mine)
-        yield low, sort_entries(np.concatenate(picked) if picked else np.empty(0, ENTRY))
-
-
 def _cut_hashes(entries: np.ndarray, bits: int) -> np.ndarray:
     return entries["key"] >> np.uint64(8 + HASH_BITS - bits)
 
@@ -199,7 +283,6 @@ def _cut_hashes(entries: np.ndarray, bits: int) -> np.ndarray:
 def _fill(
     entries: np.ndarray,
     low: int,
-    bits: int,
     layout: Layout,
     region: Region,
     buckets: np.ndarray,
@@ -209,15 +292,15 @@ def _fill(
     """Write sorted entries into the buckets from `low` on, and their contexts into the filter."""
     lib = library()
     if lib is None:
-        _fill_plainly(entries, bits, layout, region, buckets, words, written)
+        _fill_plainly(entries, low, layout, region, buckets, words, written)
         return
     lib.outrider_table_place(
         pointer(entries),
         ctypes.c_int64(len(entries)),
-        bits,
+        layout.hash_bits,
         layout.token_bytes,
         *(ctypes.c_uint64(n) for n in (low, region.num_buckets, region.num_blocks)),
-        pointer(buckets[low:]),
+        pointer(buckets),
         pointer(words),
         pointer(written),
     )
@@ -225,7 +308,7 @@ def _fill(
 
 def _fill_plainly(
     entries: np.ndarray,
-    bits: int,
+    low: int,
     layout: Layout,
     region: Region,
     buckets: np.ndarray,
@@ -234,8 +317,10 @@ def _fill_plainly(
 ) -> None:
     if not len(entries):
         return
+    bits = layout.hash_bits
     hashes = _cut_hashes(entries, bits)
     places, tags = places_of(hashes, bits, region.num_buckets)
+    places = places.astype(np.int64) - low
     starts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
     sizes = np.diff(np.append(starts, len(entries)))
     totals = np.repeat(

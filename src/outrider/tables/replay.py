@@ -51,10 +51,11 @@ def replay(lookup: TableLookup, stream: Stream) -> Replay:
     """Draft at every counted place of a stream and compare with what follows."""
     places = np.flatnonzero((stream.counted > 0) & (stream.tokens >= 0))
     texts = np.cumsum(stream.tokens < 0)
-    results = [
-        _replay_some(lookup, stream.tokens, texts, places[start : start + AT_ONCE])
-        for start in range(0, len(places), AT_ONCE)
-    ]
+    results = []
+    for start in range(0, len(places), AT_ONCE):
+        some = places[start : start + AT_ONCE]
+        results.append(_replay_some(lookup, stream.tokens, texts, some))
+        lookup.contents.forget()
     columns = zip(*results, strict=True) if results else ([np.empty(0)] * 4)
     return Replay(places, *(np.concatenate([*column]) for column in columns))
 
