@@ -15,7 +15,7 @@ EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells expect
 COMMANDS = ("generate", "chat", "compare", "demo")
 GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
-    "bench": (),  # runs on its own too
+    "bench": ("peers",),  # runs on its own too
     "table": ("build", "inspect", "coverage", "merge", "prune"),
 }
 

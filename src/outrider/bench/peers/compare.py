@@ -1,8 +1,7 @@
 """The same prompts through every engine, call by call in turns."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,11 +97,16 @@ def compare_peers(
     warm_up = [token_ids_of(speaker, prompt) for prompt in read_workload([WARM_UP]).prompts]
     result = Comparison(settings, loaded.name, workload.prompts, workload.as_json())
     longest = max(map(len, [*prompts, *warm_up])) + settings.max_tokens
-    with tempfile.TemporaryDirectory() as logs:
-        sides = list(_sides(chosen, model, result.notes, show))
-        with _started(sides, longest, settings, Path(logs), result, show) as runners:
-            _warm_up(runners, warm_up, settings, result)
-            _take_turns(runners, prompts, settings, result, done)
+    race = _Race(settings, result)
+    try:
+        for side, path in list(_sides(chosen, model, result.notes, show)):
+            show(f"starting {side.name}")
+            race.start(side, path, longest)
+        show("warming up")
+        race.warm_up(warm_up)
+        race.run(prompts, done)
+    finally:
+        race.close()
     result.decoded = [one for one in result.decoded if any(one.rounds.values())]
     if not result.decoded:
         raise PromptError("nothing was measured: " + "; ".join(result.notes))
@@ -158,7 +162,7 @@ def _sides(
                 yield Side(peer, variant, dtype), path
 
 
-def _models_for(peer: Peer, model: str | None) -> dict[str, str | None]:
+def _models_for(peer: Peer, model: str | None) -> Mapping[str, str | None]:
     """The model as the peer reads it, by number format."""
     if peer.model == "any":
         return {BF16: model}
@@ -166,114 +170,105 @@ def _models_for(peer: Peer, model: str | None) -> dict[str, str | None]:
         original, bf16 = gguf_of(model), model_gguf(model)
         if original is None or bf16 is None:
             return {}
-        return {BF16: str(bf16), gguf_type(original): str(original)}
+        kind = gguf_type(original)
+        return {BF16: str(bf16)} | ({} if kind == "BF16" else {kind: str(original)})
     directory = model_directory(model)
-    return {BF16: str(converted_for(peer, directory) if peer.convert else directory)}
+    path = converted_for(peer, directory) if peer.convert else directory
+    return {BF16: str(path)}
 
 
-@contextmanager
-def _started(
-    sides: Sequence[tuple[Side, str | None]],
-    max_model_len: int,
-    settings: PeerSettings,
-    logs: Path,
-    result: Comparison,
-    show: Show,
-) -> Iterator[list[tuple[Runner, Decoded]]]:
-    """All runners that start, one after the other; they are ended in the end."""
-    runners: list[tuple[Runner, Decoded]] = []
-    try:
-        for number, (side, path) in enumerate(sides):
-            show(f"starting {side.name}")
-            job = {
-                "model": path,
-                "threads": settings.num_threads,
-                "options": side.options,
-                "max_model_len": max_model_len,
-                "max_batch": max(settings.batches),
-            }
-            try:
-                runner = Runner(side, job, settings.num_threads, logs / f"{number}.log")
-            except PeerFailed as error:
-                result.notes.append(str(error))
-                continue
-            decoded = Decoded(side, runner.about["versions"], runner.about["load_seconds"])
-            result.decoded.append(decoded)
-            runners.append((runner, decoded))
-        yield runners
-    finally:
-        for runner, _ in runners:
-            runner.close()
+class _Race:
+    """The sides that still run."""
 
+    def __init__(self, settings: PeerSettings, result: Comparison) -> None:
+        self._settings, self._result = settings, result
+        self._runners: dict[int, Runner] = {}  # by place in result.decoded
+        self._logs = tempfile.TemporaryDirectory()
 
-def _warm_up(
-    runners: list[tuple[Runner, Decoded]],
-    prompts: Sequence[list[int]],
-    settings: PeerSettings,
-    result: Comparison,
-) -> None:
-    for runner, decoded in list(runners):
-        for batch in settings.batches:
-            if batch <= (decoded.side.largest_batch or batch):
-                several = [prompts[i % len(prompts)] for i in range(batch)]
+    def start(self, side: Side, model: str | None, max_model_len: int) -> None:
+        """Start one side and let it load; when that fails it is noted."""
+        settings, place = self._settings, len(self._result.decoded)
+        job = {
+            "model": model,
+            "threads": settings.num_threads,
+            "options": side.options,
+            "max_model_len": max_model_len,
+            "max_batch": max(settings.batches),
+        }
+        log = Path(self._logs.name) / f"{place}.log"
+        try:
+            runner = Runner(side, job, settings.num_threads, log)
+        except PeerFailed as error:
+            self._result.notes.append(str(error))
+            return
+        about = runner.about
+        self._result.decoded.append(Decoded(side, about["versions"], about["load_seconds"]))
+        self._runners[place] = runner
+
+    def warm_up(self, prompts: Sequence[list[int]]) -> None:
+        """Let everybody decode, at every batch size it takes, prompts that are not measured."""
+        for batch in self._settings.batches:
+            several = [prompts[i % len(prompts)] for i in range(batch)]
+            for place in self._able(batch):
                 for _ in range(WARM_UP_CALLS):
-                    _ask(runner, several, WARM_UP_TOKENS, True, runners, decoded, result)
+                    self._ask(place, several, WARM_UP_TOKENS, True)
 
+    def run(self, prompts: Sequence[list[int]], done: Callable[[int, int], None]) -> None:
+        """All rounds; within a round the sides take turns call by call."""
+        settings = self._settings
+        calls = {batch: batches_of(len(prompts), batch) for batch in settings.batches}
+        per_round = sum(len(calls[batch]) * len(self._able(batch)) for batch in settings.batches)
+        finished = 0
+        for number in range(settings.rounds):
+            for batch in settings.batches:
+                able = self._able(batch)
+                for place in able:
+                    self._result.decoded[place].rounds.setdefault(batch, []).append([])
+                for turn, indices in enumerate(calls[batch]):
+                    for index in turns(len(able), number + turn):
+                        self._call(able[index], batch, indices, prompts)
+                        finished += 1
+                        done(finished, settings.rounds * per_round)
 
-def _take_turns(
-    runners: list[tuple[Runner, Decoded]],
-    prompts: Sequence[list[int]],
-    settings: PeerSettings,
-    result: Comparison,
-    done: Callable[[int, int], None],
-) -> None:
-    calls = {batch: batches_of(len(prompts), batch) for batch in settings.batches}
-    total = settings.rounds * sum(
-        len(calls[batch])
-        for _, decoded in runners
-        for batch in settings.batches
-        if batch <= (decoded.side.largest_batch or batch)
-    )
-    finished = 0
-    for number in range(settings.rounds):
-        for batch in settings.batches:
-            able = [pair for pair in runners if batch <= (pair[1].side.largest_batch or batch)]
-            for _, decoded in able:
-                decoded.rounds.setdefault(batch, []).append([])
-            for place, indices in enumerate(calls[batch]):
-                for index in turns(len(able), number + place):
-                    runner, decoded = able[index]
-                    if (runner, decoded) not in runners:  # it failed meanwhile
-                        continue
-                    asked = [prompts[i] for i in indices]
-                    limits = settings.max_tokens, settings.ignore_eos
-                    answer = _ask(runner, asked, *limits, runners, decoded, result)
-                    if answer is not None:
-                        decoded.rounds[batch][-1].append(Call(indices, *answer))
-                    finished += 1
-                    done(finished, total)
+    def close(self) -> None:
+        """End all processes."""
+        for runner in self._runners.values():
+            runner.close()
+        self._runners.clear()
+        self._logs.cleanup()
 
+    def _able(self, batch: int) -> list[int]:
+        """Places of the sides that still run and take calls of this size."""
+        return [
+            place
+            for place, runner in self._runners.items()
+            if batch <= (runner.side.largest_batch or batch)
+        ]
 
-def _ask(
-    runner: Runner,
-    prompts: list[list[int]],
-    max_tokens: int,
-    ignore_eos: bool,
-    runners: list[tuple[Runner, Decoded]],
-    decoded: Decoded,
-    result: Comparison,
-) -> tuple[float, list[list[int]]] | None:
-    """Seconds and tokens; a runner that fails is noted, ended and takes no further part."""
-    if (runner, decoded) not in runners:
-        return None
-    try:
-        return runner.decode(prompts, max_tokens, ignore_eos)
-    except PeerFailed as error:
-        result.notes.append(str(error))
-        decoded.rounds.clear()  # rounds with holes are no figures
-        runners.remove((runner, decoded))
-        runner.close()
-        return None
+    def _call(
+        self, place: int, batch: int, indices: list[int], prompts: Sequence[list[int]]
+    ) -> None:
+        settings = self._settings
+        asked = [prompts[i] for i in indices]
+        answer = self._ask(place, asked, settings.max_tokens, settings.ignore_eos)
+        if answer is not None:
+            self._result.decoded[place].rounds[batch][-1].append(Call(indices, *answer))
+
+    def _ask(
+        self, place: int, prompts: list[list[int]], max_tokens: int, ignore_eos: bool
+    ) -> tuple[float, list[list[int]]] | None:
+        """Seconds and tokens; a side that fails is noted, ended and takes no further part."""
+        runner = self._runners.get(place)
+        if runner is None:  # it failed before
+            return None
+        try:
+            return runner.decode(prompts, max_tokens, ignore_eos)
+        except PeerFailed as error:
+            self._result.notes.append(str(error))
+            self._result.decoded[place].rounds.clear()  # rounds with holes are no figures
+            del self._runners[place]
+            runner.close()
+            return None
 
 
 def as_json(result: Comparison) -> dict[str, Any]:

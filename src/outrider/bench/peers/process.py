@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,8 @@ class Runner:
         self._signal(signal.SIGKILL)  # children that outlived it
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with suppress(OSError):  # what it never read
                     pipe.close()
-                except OSError:  # what it never read
-                    pass
         self._log.close()
 
     def _ask(self, values: dict[str, Any], limit: float) -> dict[str, Any]:
@@ -115,7 +114,5 @@ class Runner:
         return lines[-1].strip() if lines else "it printed nothing"
 
     def _signal(self, number: int) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass

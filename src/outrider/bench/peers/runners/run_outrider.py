@@ -1,5 +1,6 @@
 """outrider itself, as a runner beside its peers."""
 
+# pyright: reportMissingImports=false
 from itertools import count
 from typing import Any
 

@@ -12,7 +12,7 @@ PAD = 0
 
 def load(job: dict[str, Any]) -> Decode:
     torch.set_num_threads(job["threads"])
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
     ends = model.generation_config.eos_token_id
