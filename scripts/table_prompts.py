@@ -157,7 +157,8 @@ SINGLE: Sequence[Task] = (
      lambda s: s in ("(())", ""), (("(())",), ("(()",))),
     ("celsius_to_kelvin", "degrees: float -> float", "Convert a temperature.",
      lambda d: d + 273.15, ((0.0,), (25.0,))),
-    ("grade", "points: int -> str", "Return 'A' from 90 points, 'B' from 75, 'C' from 60, else 'F'.",
+    ("grade", "points: int -> str",
+     "Return 'A' from 90 points, 'B' from 75, 'C' from 60, else 'F'.",
      lambda p: "A" if p >= 90 else "B" if p >= 75 else "C" if p >= 60 else "F", ((95,), (61,))),
 )  # fmt: skip
 
@@ -234,13 +235,14 @@ def code_prompts(seed: int) -> list[str]:
 
 TOPICS = (
     *("learning to cook", "saving money", "moving to a new city", "keeping a diary", "gardening"),
-    *("the water cycle", "how vaccines work", "photosynthesis", "black holes", "the French Revolution"),
-    *("time management", "public speaking", "learning a language", "healthy breakfasts", "yoga"),
-    *("renewable energy", "machine learning", "databases", "the internet", "version control with git"),
-    *("a job interview", "writing a thank-you note", "asking for a raise", "making friends", "stress"),
-    *("choosing a laptop", "training for a marathon", "adopting a dog", "travelling by train"),
-    *("the Roman Empire", "volcanoes", "the human heart", "inflation", "supply and demand", "poetry"),
-)  # fmt: skip
+    *("the water cycle", "how vaccines work", "photosynthesis", "black holes"),
+    *("the French Revolution", "time management", "public speaking", "learning a language"),
+    *("healthy breakfasts", "yoga", "renewable energy", "machine learning", "databases"),
+    *("the internet", "version control with git", "a job interview", "writing a thank-you note"),
+    *("asking for a raise", "making friends", "stress", "choosing a laptop"),
+    *("training for a marathon", "adopting a dog", "travelling by train", "the Roman Empire"),
+    *("volcanoes", "the human heart", "inflation", "supply and demand", "poetry"),
+)
 QUESTIONS = (
     "Give me five tips about {}.",
     "Explain {} in simple words.",

@@ -52,7 +52,9 @@ def merge(
     merged = _added(np.concatenate([ours, theirs]))
     placed = _placed(merged, tuple(sorted(key_lengths)), first.contents, bits, max_bytes)
     confidence = first.confidence if prefer_first else _mixed_confidence(first, second)
-    _write(path, placed, first, confidence, provenance)
+    corpora = [table.header["corpus"] for table in (first, second)]
+    corpus = {name: sum(each[name] for each in corpora) for name in corpora[0]}
+    _write(path, placed, first, corpus, confidence, provenance)
 
 
 def prune(
@@ -68,7 +70,7 @@ def prune(
         TableError: the file cannot be written.
     """
     placed = pruned(table.contents, max_bytes, min_count)
-    _write(path, placed, table, table.confidence, provenance)
+    _write(path, placed, table, table.header["corpus"], table.confidence, provenance)
 
 
 def pruned(contents: Contents, max_bytes: int | None = None, min_count: int = 1) -> Placed:
@@ -176,6 +178,7 @@ def _write(
     path: Path,
     placed: Placed,
     origin: Table,
+    corpus: Mapping[str, int],
     confidence: np.ndarray,
     provenance: Mapping[str, Any],
 ) -> None:
@@ -184,7 +187,7 @@ def _write(
         "num_contexts": placed.num_contexts,
         "num_slots": placed.num_slots,
         "confidence": [round(float(value), 4) for value in confidence],
-        "corpus": origin.header["corpus"],
+        "corpus": dict(corpus),
         "provenance": dict(provenance),
     }
     write_table(path, placed.contents, fields)
