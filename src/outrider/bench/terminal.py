@@ -1,5 +1,6 @@
 """What the terminal shows of a bench: the verdicts, and the two tables that matter most."""
 
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from outrider.bench.sections import Table, case_name, headline, number, times, with_spread
@@ -9,6 +10,8 @@ from outrider.bench.timing import Spread
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+HEADER_WIDTH = 11
 
 
 def show(console: "Console", study: Study) -> None:
@@ -44,7 +47,7 @@ def show_table(console: "Console", table: Table, title: str = "") -> None:
     shown = RichTable(title=title, title_justify="left", title_style="dim", box=box.SIMPLE_HEAD)
     for index, name in enumerate(table.header):
         justify = "left" if index == 0 else "right"
-        header = name.replace(" ", "\n")
+        header = "\n".join(wrap(name, HEADER_WIDTH))
         shown.add_column(header, justify=justify, vertical="bottom", no_wrap=True)
     for row in table.rows:
         shown.add_row(*row)

@@ -23,6 +23,7 @@ from outrider.errors import OutriderError, PromptError
 BF16 = "bfloat16"
 WARM_UP_CALLS = 2  # of each batch size; compilers and thread pools settle in them
 WARM_UP_TOKENS = 16
+SPARE_TOKENS = 64  # of context behind the last answer; llama.cpp drafts beyond its end
 
 Show = Callable[[str], None]
 
@@ -96,7 +97,7 @@ def compare_peers(
     prompts = [token_ids_of(speaker, prompt) for prompt in workload.prompts]
     warm_up = [token_ids_of(speaker, prompt) for prompt in read_workload([WARM_UP]).prompts]
     result = Comparison(settings, loaded.name, workload.prompts, workload.as_json())
-    longest = max(map(len, [*prompts, *warm_up])) + settings.max_tokens
+    longest = max(map(len, [*prompts, *warm_up])) + settings.max_tokens + SPARE_TOKENS
     race = _Race(settings, result)
     try:
         for side, path in list(_sides(chosen, model, result.notes, show)):

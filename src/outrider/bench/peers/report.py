@@ -125,7 +125,7 @@ def ratios(result: Comparison) -> Table | None:
         for one in result.decoded
         if one is not ours
     ]
-    return Table(["outrider is faster than", *(column.name for column in shown)], rows)
+    return Table(["times as fast as", *(column.name for column in shown)], rows)
 
 
 def sections(result: Comparison) -> list[Section]:
@@ -149,7 +149,8 @@ def sections(result: Comparison) -> list[Section]:
     ]
     table = ratios(result)
     if table is not None:
-        parts.append(Section("outrider over each", "Ratios of the same round.", table))
+        words = "How many times as fast outrider with drafts is: ratios of the same round."
+        parts.append(Section("outrider over each", words, table))
     if len(kinds(result)) > 1:
         parts.append(Section("By kind of prompt", "At batch 1.", _kind_table(result)))
     return [*parts, _texts(result), _method(result)]
