@@ -152,6 +152,19 @@ def test_a_build_from_disk_gives_the_same_file(tmp_path: Path) -> None:
 
 
 @needs_native
+def test_a_temporary_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
+    with TableBuilder(30, "toy", None, MIN_MEMORY, tmp_path) as builder:
+        builder._most_pending = 700
+        for text in texts(60, 100):
+            builder.add(text)
+        for run in tmp_path.glob("*/run-1"):
+            run.write_bytes(run.read_bytes()[:-5])
+        with pytest.raises(TableError, match="cannot read temporary files"):
+            builder.finish(tmp_path / "t.table", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_native
 @pytest.mark.parametrize("num_runs", [2, 5])
 def test_runs_merge_to_the_same_entries(num_runs: int) -> None:
     # Cut between texts, so that no window is lost.

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <memory>
 
@@ -26,6 +27,8 @@ struct Settings {
     float doubt[kMaxKey];  // by key length - 1: confidence = count / (total + doubt)
 };
 
+std::atomic<bool> reading_failed;  // of a temporary file, since the scan began
+
 // Sorted windows in memory or in a file.
 struct Run {
     const Window *memory;
@@ -38,9 +41,12 @@ struct Run {
         return window;
     }
     void read(int64_t first, Window *to, int64_t n) const {
-        if (file < 0) std::copy_n(memory + first, n, to);
-        else if (pread(file, to, n * sizeof(Window), first * int64_t(sizeof(Window))) != n * int64_t(sizeof(Window)))
-            std::fill_n(to, n, Window{});  // reported by the size check in Python
+        if (file < 0) {
+            std::copy_n(memory + first, n, to);
+        } else if (pread(file, to, n * sizeof(Window), first * int64_t(sizeof(Window))) != n * int64_t(sizeof(Window))) {
+            std::fill_n(to, n, Window{});
+            reading_failed = true;
+        }
     }
     // First window whose last token is at least `token`.
     int64_t first_of(uint64_t token, const WindowShape &shape) const {
@@ -329,12 +335,15 @@ int32_t outrider_table_ranges(const Run *runs, int32_t num_runs, int32_t bits, i
     return int32_t(found.size()) - 1;
 }
 
-// Scans pieces [first, first + n) on all threads; the result is a list of entries in their order.
+// Scans n pieces on all threads; the result is a list of entries in their order, or null where a
+// run could not be read.
 void *outrider_table_scan(const Settings *settings, const Run *runs, int32_t num_runs, const uint64_t *bounds, int32_t n) {
     std::vector<std::vector<Entry>> found(n);
+    reading_failed = false;
     parallel_for(n, 1, [&](long part) {
         Scan(*settings, runs, num_runs, bounds[part], bounds[part + 1], found[part]).run();
     });
+    if (reading_failed) return nullptr;
     auto *all = new std::vector<Entry>;
     size_t total = 0;
     for (auto &part : found) total += part.size();

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.errors import TableError
 from outrider.native import library, pointer
 from outrider.tables.hashing import MAX_KEY, MAX_RANKS
 
@@ -141,6 +142,8 @@ class Scan:
                 len(bounds) - 1,
             )
         )
+        if not found:
+            raise TableError("cannot read temporary files: they are not as they were written")
         entries = np.empty(lib.outrider_table_num_found(found), ENTRY)
         lib.outrider_table_take(found, pointer(entries))
         return entries
