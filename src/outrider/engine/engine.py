@@ -69,7 +69,9 @@ class Engine:
         self.arena = KVArena(num_pages)
         self.cost = CostModel(max_num_batched_tokens)
         self.planner: Policy = planner or Planner(self.cost, self.verifier.is_biased)
-        self.speculation = Speculation(sources, self.planner, target.vocab_size, self.arena)
+        self.speculation = Speculation(
+            sources, self.planner, target, self.arena, self.verifier.is_biased
+        )
         self.scheduler = Scheduler(
             self.arena, max_num_seqs, max_num_batched_tokens, DRAFT_ROWS if sources else 0
         )
@@ -85,8 +87,7 @@ class Engine:
         self._tenancy = tenancy_of(target)
         self._tenant = object()  # stands for this engine, without keeping it alive
         self._tenancy.take(target, self._tenant, num_pages)
-        for source in self.speculation.sources:
-            source.bind(target, tokenizer, max_num_seqs)
+        self.speculation.bind(target, tokenizer, max_num_seqs)
 
     @property
     def has_work(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.drafting.source import DraftContext
 from outrider.engine.output import OutputBuilder, TokenizerLike
-from outrider.engine.request import Request, RequestGroup, TokenBuffer
+from outrider.engine.request import Request, RequestGroup, TokenBuffer, read_only
 from outrider.errors import PromptError, SamplingError
 from outrider.results import SpeculativeMetrics
 from outrider.sampling_params import SamplingParams
@@ -46,7 +46,7 @@ class Intake:
         group.metrics.arrival_time = perf_counter()
         if self.is_speculative:
             group.metrics.speculative_decoding = SpeculativeMetrics()
-        predicted = None if prediction is None else np.array(prediction, np.int32)
+        predicted = None if prediction is None else read_only(np.array(prediction, np.int32))
         for index in range(params.n):
             group.choices.append(self._choice(group, index, ids, predicted, seed))
         return group

@@ -15,12 +15,13 @@ from outrider.sampling_params import SamplingParams
 class TokenBuffer:
     """int32 tokens that grow by doubling, so that a view of all of them costs nothing."""
 
-    __slots__ = ("_data", "_length")
+    __slots__ = ("_data", "_length", "_shown")
 
     def __init__(self, token_ids: Sequence[int] | np.ndarray) -> None:
         self._length = len(token_ids)
         self._data = np.empty(max(64, 2 * self._length), np.int32)
         self._data[: self._length] = token_ids
+        self._shown = read_only(self._data)
 
     def __len__(self) -> int:
         return self._length
@@ -30,13 +31,20 @@ class TokenBuffer:
         if end > len(self._data):
             grown = np.empty(2 * end, np.int32)
             grown[: self._length] = self._data[: self._length]
-            self._data = grown
+            self._data, self._shown = grown, read_only(grown)
         self._data[self._length : end] = token_ids
         self._length = end
 
     def view(self) -> np.ndarray:
-        """All tokens, int32 [n]; not to be written to, and not to be kept over an `extend`."""
-        return self._data[: self._length]
+        """All tokens, int32 [n], which cannot be written to; not to be kept over an `extend`."""
+        return self._shown[: self._length]
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """A view of the array that raises when it is written to; so do slices of it."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 class Status(Enum):

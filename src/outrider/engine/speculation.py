@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
+from outrider.checks import INT32_MAX, integer, shown
+from outrider.engine.answers import check_answer
 from outrider.engine.drafts import cut_depth, cut_unknown, prefix
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Work
-from outrider.errors import SourceError
+from outrider.errors import ConfigError, OutriderError, SourceError
 from outrider.policy.feedback import DraftOutcome
 from outrider.policy.planner import Policy
+from outrider.target.base import Target
 from outrider.target.kv import KVArena
 
 
@@ -35,6 +38,30 @@ class Proposal:
     accepted_ids: list[int] = field(default_factory=list)  # and the bonus token
 
 
+def _check_source(source: object, num_layers: int) -> None:
+    """Refuse what the engine could not work with; the source's own code was not called yet.
+
+    Raises:
+        ConfigError: the message names the source, and what was given and expected.
+    """
+    if isinstance(source, type) and issubclass(source, DraftSource):
+        raise ConfigError(
+            f"a draft source must be an instance, got the class: write {source.__name__}(...)"
+        )
+    if not isinstance(source, DraftSource):
+        raise ConfigError(f"a draft source must be a DraftSource, got {shown(source)}")
+    if not isinstance(source.name, str):
+        raise ConfigError(f"the name of a draft source must be text, got {shown(source.name)}")
+    what = f"of the draft source {source.name!r}"
+    integer(f"max_draft_tokens {what}", source.max_draft_tokens, 0, INT32_MAX)
+    if not isinstance(source.target_layer_ids, tuple | list):
+        raise ConfigError(
+            f"target_layer_ids {what} must be a tuple, got {shown(source.target_layer_ids)}"
+        )
+    for layer in source.target_layer_ids:
+        integer(f"a layer in target_layer_ids {what}", layer, -1, num_layers - 1)
+
+
 def _with_distinct_names(sources: Sequence[DraftSource]) -> list[DraftSource]:
     seen: dict[str, int] = {}
     for source in sources:
@@ -48,17 +75,31 @@ class Speculation:
     """All sources of one engine. `layer_ids` is the union of the features they read."""
 
     def __init__(
-        self, sources: Sequence[DraftSource], planner: Policy, vocab_size: int, arena: KVArena
+        self,
+        sources: Sequence[DraftSource],
+        planner: Policy,
+        target: Target,
+        arena: KVArena,
+        needs_probs: bool = False,
     ) -> None:
+        """`needs_probs`: the accept rule computes with the probabilities that drafts carry."""
+        for source in sources:
+            _check_source(source, target.num_layers)
         self.sources = _with_distinct_names(sources)
         self.planner = planner
-        self.vocab_size = vocab_size
+        self.vocab_size = target.vocab_size
         self.arena = arena
+        self._needs_probs = needs_probs
         wanted = [layer for source in self.sources for layer in source.target_layer_ids]
         self.layer_ids = tuple(sorted(set(wanted)))
         self._by_name = {source.name: source for source in self.sources}
         self._features: dict[tuple[str, str], list[torch.Tensor]] = {}
         self._called: set[str] = set()
+
+    def bind(self, target: Target, tokenizer: object | None, max_num_seqs: int) -> None:
+        """Introduce every source to the target; a refusal on purpose passes as it is."""
+        for source in self.sources:
+            self._call(source, "bind", target, tokenizer, max_num_seqs)
 
     def plan(self, proposals: Sequence[Proposal], row_budget: int) -> list[SourcePlan]:
         """Budgets of every source; requests that finish their prompt in this step get none."""
@@ -175,16 +216,9 @@ class Speculation:
         start = perf_counter()
         drafts = self._call(source, "propose", contexts, budgets)
         self._measure(source, perf_counter() - start)
-        if len(drafts) != len(contexts):
-            raise SourceError(
-                f"draft source {source.name!r} answered {len(drafts)} drafts "
-                f"for {len(contexts)} contexts"
-            )
-        for draft in drafts:
-            if draft.token_ids:
-                draft.source = source.name
-                self._check(source, draft)
-        return drafts
+        return check_answer(
+            drafts, len(contexts), source.name, self.vocab_size, self._needs_probs
+        )
 
     def _measure(self, source: DraftSource, seconds: float) -> None:
         """Running mean of seconds per call; the first call, which may warm up, does not count."""
@@ -206,20 +240,13 @@ class Speculation:
         return known
 
     @staticmethod
-    def _check(source: DraftSource, draft: Draft) -> None:
-        try:
-            draft.check()
-        except AssertionError as error:
-            raise SourceError(
-                f"draft source {source.name!r} answered a malformed draft: {error}"
-            ) from error
-
-    @staticmethod
     def _call(source: DraftSource, method: str, *arguments: Any) -> Any:
         call: Callable[..., Any] = getattr(source, method)
         try:
             return call(*arguments)
         except Exception as error:
+            if method == "bind" and isinstance(error, OutriderError):
+                raise
             raise SourceError(
                 f"draft source {source.name!r} raised in {method}: {type(error).__name__}: {error}"
             ) from error

@@ -1,0 +1,82 @@
+"""Checks of what users give: type and range in one sentence, and the plain value back.
+
+numpy's numbers are as good as Python's; a bool is no number. Nothing heavy is imported here.
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from outrider.errors import ConfigError, UserError
+
+INT32_MAX = 2**31 - 1
+
+
+def shown(value: object, most: int = 80) -> str:
+    """The value for an error message, whatever it is and however long."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of 5000 digits, a list nested 100 000 deep, a __repr__ that fails
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def integer(
+    name: str,
+    value: object,
+    low: int,
+    high: int | None = None,
+    error: type[UserError] = ConfigError,
+) -> int:
+    """The value as an int in [low, high]; None: no upper limit."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise error(f"{name} must be an integer{_of(low, high)}, got {shown(value)}")
+    found = int(value)
+    if found < low or (high is not None and found > high):
+        raise error(f"{name} must be an integer{_of(low, high)}, got {shown(found)}")
+    return found
+
+
+def number(
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    error: type[UserError] = ConfigError,
+    open_low: bool = False,
+) -> float:
+    """The value as a finite float in [low, high], or (low, high] with `open_low`."""
+    left, right = "(" if open_low else "[", ")" if math.isinf(high) else "]"
+    message = f"{name} must be in {left}{low}, {high}{right}, got {shown(value)}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise error(f"{name} must be a number, got {shown(value)}")
+    try:
+        found = float(value)
+    except OverflowError as overflow:  # 10**400
+        raise error(message) from overflow
+    inside = (low < found if open_low else low <= found) and found <= high
+    if not inside or math.isinf(found):  # NaN fails every comparison
+        raise error(message)
+    return found
+
+
+def boolean(name: str, value: object, error: type[UserError] = ConfigError) -> bool:
+    """The value, if it is True or False."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def token_ids(name: str, values: Any, error: type[UserError] = ConfigError) -> list[int]:
+    """A list of ints from any sequence or one-dimensional array of integers, none below 0."""
+    listed = values
+    if not isinstance(values, Sequence) and callable(getattr(values, "tolist", None)):
+        listed = values.tolist()  # an array or a tensor
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes | bytearray | memoryview):
+        raise error(f"{name} must be a list of token ids, got {shown(values)}")
+    return [integer(f"a token id in {name}", value, 0, None, error) for value in listed]
+
+
+def _of(low: int, high: int | None) -> str:
+    return f" of at least {low}" if high is None else f" in [{low}, {high}]"
