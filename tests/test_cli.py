@@ -339,6 +339,36 @@ def test_bad_prompt_files_name_the_line(tmp_path: Path, line: str, message: str)
         read_jsonl(path)
 
 
+def test_json_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    text = "a\u2028b\u2029c\x85d\x1ce"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False), '{"prompt": "two"}']
+    path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    assert [record.text for record in read_jsonl(path)] == [text, "two"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        r'{"prompt": "\ud800"}',
+        r'{"turns": ["a", "\udfff"]}',
+        r'{"messages": [{"role": "x", "content": "\ud800"}, {"role": "user", "content": "a"}]}',
+    ],
+)
+def test_half_characters_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "p.jsonl").write_text(line)
+    with pytest.raises(PromptError, match="a prompt is not valid Unicode text"):
+        gather([], tmp_path / "p.jsonl")
+    with pytest.raises(PromptError, match="expected UTF-8"):
+        gather(["a\udcffb"], None)
+
+
+def test_nesting_beyond_all_measure(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("[" * 100_000)
+    with pytest.raises(PromptError, match=":1: "):
+        read_jsonl(tmp_path / "p.jsonl")
+
+
 def test_prompts_missing_or_unreadable(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no prompt given"):
         gather([], None)

@@ -218,11 +218,34 @@ def test_generation_prompt():
         ("{{ messages.append(1) }}", HELLO, "refuses this conversation"),
         ("{{ ''.__class__.__mro__ }}", HELLO, "refuses this conversation"),
         ("{% if %}", HELLO, "refuses this conversation"),
+        (CHATML, [{"role": "user", "content": " "}], "is empty: expected text, got ' '"),
+        (CHATML, [{"role": "user"}], "is empty"),
+        (CHATML, [{"role": "user", "content": []}], "is empty"),
+        (CHATML, [{"role": "user", "content": 3}], "must be text or a list of text parts, got 3"),
+        (CHATML, [{"role": "user", "content": [{"type": "image_url"}]}], "got 'image_url'"),
+        (CHATML, [{"role": "user", "content": ["hi"]}], "got 'str'"),
+        (CHATML, [{"role": "user", "content": [{"type": "text"}]}], 'needs "text"'),
     ],
 )
 def test_conversations_that_cannot_be_rendered(template, messages, reason):
     with pytest.raises(PromptError, match=reason):
         chat_tokenizer(template).chat(messages)
+
+
+def test_content_in_parts_is_joined():
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    messages = [{"role": "user", "content": parts}]
+    assert chat_tokenizer(CHATML).chat(messages) == chat_tokenizer(CHATML).chat(HELLO[:1])
+    assert messages[0]["content"] is parts  # the caller's messages stay as they were
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcff", "\ud83d\ude00"])
+def test_half_characters_are_refused(text):
+    with pytest.raises(PromptError, match=r"not valid Unicode text: '\\u.*expected UTF-8"):
+        byte_level().encode(text)
+    messages = [{"role": "user", "content": text}]
+    with pytest.raises(PromptError, match="not valid Unicode"):
+        chat_tokenizer(CHATML).encode(chat_tokenizer(CHATML).chat(messages))
 
 
 @pytest.mark.model

@@ -4,7 +4,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,10 +14,11 @@ import torch
 from outrider.drafting.build import SpeculativeConfig, build_sources, split_rule
 from outrider.engine.engine import Engine
 from outrider.engine.verification import make_verifier
-from outrider.errors import ConfigError, PromptError, SamplingError
+from outrider.errors import PromptError, SamplingError, SourceError
 from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
+from outrider.threads import check_num_threads
 
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
 Message: TypeAlias = Mapping[str, Any]  # {"role": …, "content": …}
@@ -39,7 +40,7 @@ class _Submission:
 
 
 class LLM:
-    """A target with its draft sources, for use from one thread.
+    """A target with its draft sources. Threads may share one; they take turns step by step.
 
     Args:
         model: name, directory or GGUF file; None for the default target.
@@ -190,7 +191,7 @@ class LLM:
             mailbox = self._mailboxes[request_id]
             while True:
                 while not mailbox:
-                    self._step()
+                    self._advance([mailbox])
                 chunk = mailbox.popleft()
                 yield chunk
                 if chunk.result is not None:
@@ -204,10 +205,10 @@ class LLM:
             self._submitted(submissions) as request_ids,
             _progress(len(request_ids), use_tqdm) as bar,
         ):
+            mailboxes = [self._mailboxes[request_id] for request_id in request_ids]
             while len(results) < len(request_ids):
-                self._step()
-                for request_id in request_ids:
-                    mailbox = self._mailboxes[request_id]
+                self._advance(mailboxes)
+                for request_id, mailbox in zip(request_ids, mailboxes, strict=True):
                     while mailbox:
                         result = mailbox.popleft().result
                         if result is not None:
@@ -220,26 +221,42 @@ class LLM:
         """Requests under way; whatever happens inside, none of them outlives the block."""
         request_ids = [str(next(self._ids)) for _ in submissions]
         try:
-            for request_id, submission in zip(request_ids, submissions, strict=True):
-                self._mailboxes[request_id] = deque()
-                self.engine.add_request(
-                    request_id,
-                    submission.token_ids,
-                    submission.params,
-                    prompt=submission.text,
-                    prediction=submission.prediction,
-                )
+            with self.engine.lock:
+                for request_id, submission in zip(request_ids, submissions, strict=True):
+                    self._mailboxes[request_id] = deque()
+                    self.engine.add_request(
+                        request_id,
+                        submission.token_ids,
+                        submission.params,
+                        prompt=submission.text,
+                        prediction=submission.prediction,
+                    )
             yield request_ids
-        finally:
-            for request_id in request_ids:
-                self.engine.abort(request_id)
-                self._mailboxes.pop(request_id, None)
+        except GeneratorExit:  # nothing went wrong: the caller has heard enough
+            self._drop(request_ids)
+            raise
+        except BaseException:
+            with suppress(SourceError):  # what is under way already says more
+                self._drop(request_ids)
+            raise
+        else:
+            self._drop(request_ids)
 
-    def _step(self) -> None:
-        for chunk in self.engine.step():
-            mailbox = self._mailboxes.get(chunk.request_id)
-            if mailbox is not None:  # None: an aborted request nobody listens to
-                mailbox.append(chunk)
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        with self.engine.lock:
+            for request_id in request_ids:
+                self._mailboxes.pop(request_id, None)
+            self.engine.abort(*request_ids)
+
+    def _advance(self, mailboxes: Sequence[deque[StreamChunk]]) -> None:
+        """One step, unless another thread's step has brought something for us meanwhile."""
+        with self.engine.lock:
+            if any(mailboxes):
+                return
+            for chunk in self.engine.step():
+                mailbox = self._mailboxes.get(chunk.request_id)
+                if mailbox is not None:  # None: an aborted request nobody listens to
+                    mailbox.append(chunk)
 
     def _read_prompt(self, prompt: Any, params: SamplingParams) -> _Submission:
         if isinstance(prompt, str):
@@ -344,9 +361,7 @@ def _free_bytes(device: torch.device) -> int:
 def _set_num_threads(num_threads: int) -> None:
     from outrider.native import library
 
-    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-        raise ConfigError(f"num_threads must be a positive integer, got {num_threads!r}")
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(check_num_threads(num_threads))
     lib = library()
     if lib is not None:
         lib.outrider_set_num_threads(num_threads)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from outrider.errors import ModelError, PromptError
+from outrider.text import check_unicode
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -93,7 +94,12 @@ class Tokenizer:
             (directory / "chat_template.jinja").write_text(self.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with ``add_special_tokens``, those the model wants around it."""
+        """Token ids of a text; with ``add_special_tokens``, those the model wants around it.
+
+        Raises:
+            PromptError: the text holds bytes that were not UTF-8.
+        """
+        check_unicode(text, "a prompt")
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -123,12 +129,10 @@ class Tokenizer:
             )
         if not messages:
             raise PromptError("a conversation needs at least one message, got none")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise PromptError(f"a message needs a role and a content, got {message!r}")
+        read = [_read_message(message) for message in messages]
         try:
             return _compiled(self.chat_template).render(
-                messages=messages,
+                messages=read,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens | variables,
@@ -225,6 +229,34 @@ def first_difference(a: Tokenizer, b: Tokenizer) -> tuple[int, str | None, str |
         if token_a != token_b:
             return i, token_a, token_b
     return None
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    """A message as templates expect it: content as one text, also where it was given in parts."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PromptError(f"a message needs a role and a content, got {message!r:.80}")
+    role, content = message["role"], message.get("content")
+    if isinstance(content, list | tuple):
+        content = "".join(_text_of_part(part) for part in content)
+        message = message | {"content": content}
+    if content is not None and not isinstance(content, str):
+        raise PromptError(
+            f"the content of a message must be text or a list of text parts, got {content!r:.80}"
+        )
+    # A template wraps even nothing into tokens, and the model makes something up.
+    if role == "user" and not (content or "").strip():
+        raise PromptError(f"a message of the user is empty: expected text, got {content!r}")
+    return message
+
+
+def _text_of_part(part: Any) -> str:
+    """The text of {"type": "text", "text": …}, as OpenAI writes content in parts."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise PromptError(f'a part of a message must be of the type "text", got {kind!r:.80}')
+    if not isinstance(part.get("text"), str):
+        raise PromptError(f'a part of a message needs "text", got {part!r:.80}')
+    return part["text"]
 
 
 @functools.cache

@@ -2,8 +2,11 @@
 
 import importlib
 import inspect
+import io
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -31,8 +34,11 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
+    _check_streams()
     try:
-        app()
+        code = _exit_code()
+        sys.stdout.flush()  # what cannot be written is to be known here, not while Python ends
+        sys.exit(code)
     except (UserError, MissingDependency) as error:
         _fail(str(error), EXIT_USER_ERROR)
     except OutriderError as error:
@@ -40,8 +46,41 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # or the interpreter complains about the pipe while it ends
+        _drop_output()
         sys.exit(EXIT_FAILURE)
+    except OSError as error:
+        _drop_output()
+        reason = error.strerror or str(error)
+        where = error.filename or "the output"
+        _fail(f"cannot read or write {where}: {reason}", EXIT_FAILURE)
+
+
+def _exit_code() -> Any:
+    try:
+        app()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def _check_streams() -> None:
+    """Make sure of the standard streams: a shell may close them, a locale may not know them."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None:
+        _fail("standard output is closed: expected a place to write the answer", EXIT_FAILURE)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # refused where a prompt is checked
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, or Python complains about it while it ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> None:
@@ -57,7 +96,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool,
@@ -94,13 +132,19 @@ def _with_flat_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**values)
 
     flat = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
-    run.__doc__ = command.__doc__
+    run.__doc__ = _unwrapped(inspect.getdoc(command) or "")
     run.__name__ = command.__name__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     return run
 
 
+def _unwrapped(text: str) -> str:
+    """Each paragraph on one line: the terminal's width decides where lines end."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+app.callback()(_with_flat_options(_root))
 for _name in COMMANDS:
     _module = importlib.import_module(f"outrider.cli.{_name}")
     app.command(_name)(_with_flat_options(getattr(_module, _name)))

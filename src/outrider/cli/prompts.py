@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import PromptError
+from outrider.text import check_unicode
 
 Message = dict[str, str]
 
@@ -40,13 +41,16 @@ def gather(arguments: list[str], file: Path | None) -> list[PromptRecord]:
         # A chat template wraps even nothing into tokens, and the model makes something up.
         if not all(turn.strip() for turn in record.turns):
             raise PromptError(f"a prompt is empty: expected text, got {record.turns!r:.60}")
+        for text in [*record.turns, *(message["content"] for message in record.before)]:
+            check_unicode(text, "a prompt")
     return records
 
 
 def read_jsonl(path: Path) -> list[PromptRecord]:
     """Records of a JSONL file; each line holds ``prompt``, ``turns`` or ``messages``."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON strings may hold U+2028 and other line ends of Unicode.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PromptError(f"cannot read {path}: {reason}") from error
@@ -65,6 +69,8 @@ def _record(line: str, where: str) -> PromptRecord:
         raise PromptError(
             f"{where}: not valid JSON at column {error.colno}: {error.msg}"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond all measure
+        raise PromptError(f"{where}: cannot be read as JSON: {error}") from error
     if not isinstance(entry, dict):
         raise PromptError(f"{where}: expected a JSON object, got {line[:40]!r}")
     label = str(entry.get("category", ""))

@@ -1,0 +1,32 @@
+"""How many CPU threads may be asked for, and where."""
+
+import os
+
+from outrider.errors import ConfigError
+
+VARIABLE = "OUTRIDER_NUM_THREADS"
+MOST_PER_CPU = 4  # more only wait for each other, and thousands cannot be started at all
+
+
+def check_num_threads(value: object, name: str = "num_threads") -> int:
+    """The number of threads as it was given.
+
+    Raises:
+        ConfigError: no positive integer, or far more than there are CPUs.
+    """
+    most = MOST_PER_CPU * (os.cpu_count() or 1)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    if value > most:
+        raise ConfigError(
+            f"{name} must be at most {most}, {MOST_PER_CPU} for each CPU, got {value}"
+        )
+    return value
+
+
+def num_threads_of_environment() -> int | None:
+    """What `OUTRIDER_NUM_THREADS` asks for; None where it is not set or empty."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    return check_num_threads(int(text) if text.isdecimal() and len(text) < 10 else text, VARIABLE)
