@@ -92,7 +92,7 @@ def _converted(draft: Any, source: str) -> Draft:
                 source, f"parents[{index}] is {parent}, expected -1 or the index of a token before"
             )
     for value in confidence:
-        if not isinstance(value, Real) or not 0 <= value < math.inf:
+        if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
             raise _malformed(source, f"confidence must hold probabilities, got {shown(value)}")
     return Draft(ids, parents, draft.probs, [float(value) for value in confidence], source)
 

@@ -2,20 +2,22 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 import torch
 
+from outrider.checks import INT32_MAX, integer
 from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.batch import pack
 from outrider.engine.intake import Intake
 from outrider.engine.output import TokenizerLike
 from outrider.engine.request import Request, RequestGroup, Status
 from outrider.engine.scheduler import Schedule, Scheduler
-from outrider.engine.speculation import Proposal, SourcePlan, Speculation
+from outrider.engine.speculation import Proposal, SourcePlan, Speculation, each_and_then_raise
 from outrider.engine.tenancy import tenancy_of
 from outrider.engine.times import StepTimes
 from outrider.engine.verification import MatchingVerifier, NewTokens, Verifier
@@ -29,6 +31,7 @@ from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
 from outrider.target.kv import KVArena, pages_for
 
 DRAFT_ROWS = 8  # rows per decoding request that prompts leave free: one row tile of a linear
+MAX_ROWS = 1 << 20  # of one forward: the cost of each number of rows is kept
 TARGET = "target"  # source of the tokens nobody drafted
 
 
@@ -42,7 +45,11 @@ class Verified:
 
 
 class Engine:
-    """Drives one target and its draft sources. Not thread-safe: one thread calls all methods."""
+    """Drives one target and its draft sources.
+
+    Threads take turns: whoever calls a method that changes something holds `lock`, which is that
+    of the target, since engines may share one.
+    """
 
     def __init__(
         self,
@@ -59,7 +66,7 @@ class Engine:
         planner: Policy | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
+        check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
         num_pages = pages_for(kv_cache_tokens)
         limit = min(max_model_len or target.max_model_len, target.max_model_len)
         self.target = target
@@ -88,6 +95,11 @@ class Engine:
         self._tenant = object()  # stands for this engine, without keeping it alive
         self._tenancy.take(target, self._tenant, num_pages)
         self.speculation.bind(target, tokenizer, max_num_seqs)
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Re-entrant; to be held in every call that changes something."""
+        return self._tenancy.lock
 
     @property
     def has_work(self) -> bool:
@@ -120,14 +132,25 @@ class Engine:
         """Raise what `add_request` would raise, and queue nothing."""
         self._intake.check(prompt_token_ids, params)
 
-    def abort(self, request_id: str) -> None:
-        """End a request now; nothing happens when it is unknown or finished."""
-        group = self._groups.get(request_id)
-        for choice in group.choices if group is not None else ():
-            if choice.status is not Status.FINISHED:
-                choice.output.finish("abort")
-                self._end(choice)
-                self._emit(choice, [], [], None)
+    def abort(self, *request_ids: str) -> None:
+        """End requests now; nothing happens to one that is unknown or finished.
+
+        Raises:
+            SourceError: a draft source failed to forget one. All of them have ended all the same.
+        """
+        groups = [self._groups[name] for name in request_ids if name in self._groups]
+        choices = [choice for group in groups for choice in group.choices]
+        each_and_then_raise(
+            partial(self._abort, choice)
+            for choice in choices
+            if choice.status is not Status.FINISHED
+        )
+
+    def _abort(self, choice: Request) -> None:
+        choice.output.finish("abort")
+        self.scheduler.remove(choice)
+        self._emit(choice, [], [], None)
+        self._release(choice.request_id)
 
     def step(self) -> list[StreamChunk]:
         """Take every running request further; returns what was added to each choice.
@@ -155,8 +178,8 @@ class Engine:
         except SourceError:  # raised when all is recorded
             raise
         except BaseException:
-            for work in schedule.works:
-                self.abort(work.request.group.request_id)
+            with suppress(SourceError):  # what is under way already says more
+                self.abort(*(work.request.group.request_id for work in schedule.works))
             raise
 
     def check_integrity(self) -> None:
@@ -170,8 +193,9 @@ class Engine:
         if not self._tenancy.take(self.target, self._tenant, self.arena.num_pages):
             lost = self.scheduler.preempt_all()
         schedule = self.scheduler.schedule()
-        for request in [*lost, *schedule.preempted]:
-            self._release(request.request_id)
+        each_and_then_raise(
+            partial(self._release, request.request_id) for request in [*lost, *schedule.preempted]
+        )
         self.times.lap("schedule")
         return schedule
 
@@ -283,23 +307,18 @@ class Engine:
 
     def _tell_sources(self, proposals: list[Proposal]) -> None:
         """Feedback of this step; ended requests are forgotten whatever a source raises."""
+        requests = [proposal.work.request for proposal in proposals]
+        ended = [request for request in requests if request.status is Status.FINISHED]
         try:
-            self.speculation.observe(proposals)
+            each_and_then_raise(
+                [
+                    partial(self.speculation.observe, proposals),
+                    *(partial(self.speculation.finish, request) for request in ended),
+                    *(partial(self._release, request.request_id) for request in ended),
+                ]
+            )
         finally:
-            for proposal in proposals:
-                if proposal.work.request.status is Status.FINISHED:
-                    self._forget(proposal.work.request)
             self.times.lap("propose")
-
-    def _forget(self, request: Request) -> None:
-        try:
-            self.speculation.finish(request)
-        finally:
-            self._release(request.request_id)
-
-    def _end(self, request: Request) -> None:
-        self.scheduler.remove(request)
-        self._release(request.request_id)
 
     def _release(self, request_id: str) -> None:
         self.verifier.release(request_id)
@@ -349,18 +368,19 @@ def _slot(pages: np.ndarray, index: int) -> int:
     return int(pages[index // PAGE_SIZE]) * PAGE_SIZE + index % PAGE_SIZE
 
 
-def _check_sizes(
-    max_num_seqs: int, max_num_batched_tokens: int, kv_cache_tokens: int, max_model_len: int | None
+def check_sizes(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_cache_tokens: int | None,
+    max_model_len: int | None,
 ) -> None:
-    sizes = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "kv_cache_tokens": kv_cache_tokens,
-        "max_model_len": 1 if max_model_len is None else max_model_len,
-    }
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"{name} must be a positive integer, got {size!r}")
+    """Raise ConfigError unless all are positive integers that can be; None is to be chosen."""
+    integer("max_num_seqs", max_num_seqs, 1, MAX_ROWS)
+    integer("max_num_batched_tokens", max_num_batched_tokens, 1, MAX_ROWS)
+    if kv_cache_tokens is not None:
+        integer("kv_cache_tokens", kv_cache_tokens, 1, INT32_MAX)
+    if max_model_len is not None:
+        integer("max_model_len", max_model_len, 1, INT32_MAX)
     if max_num_batched_tokens < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "

@@ -1,14 +1,15 @@
 """Asks the sources for drafts, fits them to the step, and tells the sources what became of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.checks import INT32_MAX, integer, shown
+from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.engine.answers import check_answer
 from outrider.engine.drafts import cut_depth, cut_unknown, prefix
 from outrider.engine.request import Request
@@ -69,6 +70,18 @@ def _with_distinct_names(sources: Sequence[DraftSource]) -> list[DraftSource]:
         if count > 1:
             source.name = f"{source.name}-{count}"
     return list(sources)
+
+
+def each_and_then_raise(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all the calls, whatever sources raise in them; then raise the first SourceError."""
+    first: SourceError | None = None
+    for call in calls:
+        try:
+            call()
+        except SourceError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class Speculation:
@@ -171,7 +184,10 @@ class Speculation:
         for name, outcomes in by_source.items():
             total = sum(outcome.num_accepted_drafts for outcome in outcomes)
             self.planner.observe_call(name, total)
-            self._call(self._by_name[name], "observe", outcomes)
+        each_and_then_raise(
+            partial(self._call, self._by_name[name], "observe", outcomes)
+            for name, outcomes in by_source.items()
+        )
 
     def keep_features(self, request_id: str, features: torch.Tensor) -> None:
         """Features of newly committed tokens, [m, len(layer_ids) * hidden], until asked for."""
@@ -180,27 +196,24 @@ class Speculation:
             if source.target_layer_ids:
                 places = [self.layer_ids.index(layer) for layer in source.target_layer_ids]
                 taps = [features[:, place * width : (place + 1) * width] for place in places]
-                whole = source.target_layer_ids == self.layer_ids
+                whole = tuple(source.target_layer_ids) == self.layer_ids
                 mine = features if whole else torch.cat(taps, dim=1)
                 self._features.setdefault((source.name, request_id), []).append(mine)
 
     def finish(self, request: Request) -> None:
-        """A request came to its end: sources may learn from its whole text."""
+        """A request came to its end: every source may learn from its whole text."""
         request.context.token_ids = request.tokens.view()
-        for source in self.sources:
-            self._call(source, "finish", request.context)
+        each_and_then_raise(
+            partial(self._call, source, "finish", request.context) for source in self.sources
+        )
 
     def release(self, request_id: str) -> None:
-        """Make every source forget a request, also when one of them raises."""
-        errors: list[SourceError] = []
+        """Make every source forget a request."""
         for source in self.sources:
             self._features.pop((source.name, request_id), None)
-            try:
-                self._call(source, "release", request_id)
-            except SourceError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        each_and_then_raise(
+            partial(self._call, source, "release", request_id) for source in self.sources
+        )
 
     def _context(self, source: DraftSource, request: Request) -> DraftContext:
         context = request.context
@@ -216,9 +229,7 @@ class Speculation:
         start = perf_counter()
         drafts = self._call(source, "propose", contexts, budgets)
         self._measure(source, perf_counter() - start)
-        return check_answer(
-            drafts, len(contexts), source.name, self.vocab_size, self._needs_probs
-        )
+        return check_answer(drafts, len(contexts), source.name, self.vocab_size, self._needs_probs)
 
     def _measure(self, source: DraftSource, seconds: float) -> None:
         """Running mean of seconds per call; the first call, which may warm up, does not count."""

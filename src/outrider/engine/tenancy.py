@@ -4,7 +4,9 @@ That lets plain and speculative decoding share the weights. An engine that finds
 in the target computes its running requests again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.target.base import Target
@@ -12,10 +14,11 @@ from outrider.target.base import Target
 
 @dataclass(slots=True)
 class Tenancy:
-    """Who used a target last, and the pages allocated in it."""
+    """Who used a target last, the pages allocated in it, and whose turn it is."""
 
     tenant: object | None = None
     num_pages: int = 0
+    lock: Any = field(default_factory=RLock)  # held by the thread that uses the target
 
     def take(self, target: Target, tenant: object, num_pages: int) -> bool:
         """Make `tenant` the user of the KV; False when the KV it left there is gone."""
