@@ -1,32 +1,58 @@
 """How tokens of one request are chosen. Names and defaults are vLLM's."""
 
-import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from outrider.checks import INT32_MAX, boolean, integer, number, shown, token_ids
 from outrider.errors import SamplingError
 
+MAX_CHOICES = 1024
 MAX_LOGPROBS = 1024
 MAX_STOP_STRINGS = 64
+# Beyond these a float32 logit under a repetition penalty may overflow.
+PENALTY_RANGE = (1e-6, 1e6)
+
+# Name -> lowest and highest; with None below, the range is open at 0. None itself is accepted
+# where it is the default.
+INTEGERS: dict[str, tuple[int, int | None]] = {
+    "n": (1, MAX_CHOICES),
+    "top_k": (-1, INT32_MAX),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "logprobs": (0, MAX_LOGPROBS),
+}
+NUMBERS: dict[str, tuple[float | None, float]] = {
+    "temperature": (0.0, sys.float_info.max),
+    "top_p": (None, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": PENALTY_RANGE,
+}
+BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
+OPTIONAL = ("seed", "max_tokens", "logprobs")
 
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters, checked on construction.
+    """Sampling parameters, checked on construction; token ids become lists of ints.
 
     Raises:
         SamplingError: a value is out of range; the message names value and range.
     """
 
-    n: int = 1  # independent choices per prompt
+    n: int = 1  # independent choices per prompt, at most 1024
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0  # [0, 1], relative to the most likely token
     presence_penalty: float = 0.0  # [-2, 2], over the output
     frequency_penalty: float = 0.0  # [-2, 2], over the output
-    repetition_penalty: float = 1.0  # > 0, over prompt and output
-    seed: int | None = None  # None: drawn by the engine
+    repetition_penalty: float = 1.0  # [1e-6, 1e6], over prompt and output
+    seed: int | None = None  # of 64 bits; None: drawn by the engine
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
@@ -43,9 +69,9 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
-        self._check_integers()
-        self._check_ranges()
-        self._check_collections()
+        self._check_scalars()
+        self._check_stops()
+        self._check_token_ids()
 
     @property
     def is_greedy(self) -> bool:
@@ -58,60 +84,54 @@ class SamplingParams:
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
 
-    def _check_integers(self) -> None:
-        for name, low in (("n", 1), ("top_k", -1), ("min_tokens", 0)):
-            _integer(name, getattr(self, name), low)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-            if self.min_tokens > self.max_tokens:
-                raise SamplingError(
-                    f"min_tokens must be at most max_tokens ({self.max_tokens}), "
-                    f"got {self.min_tokens}"
-                )
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63))
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0)
-            if self.logprobs > MAX_LOGPROBS:
-                raise SamplingError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
+    def _check_scalars(self) -> None:
+        for name, (low, high) in INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in OPTIONAL:
+                setattr(self, name, integer(name, value, low, high, SamplingError))
+        for name, (lowest, highest) in NUMBERS.items():
+            value, is_open = getattr(self, name), lowest is None
+            found = number(name, value, lowest or 0.0, highest, SamplingError, is_open)
+            setattr(self, name, found)
+        for name in BOOLEANS:
+            boolean(name, getattr(self, name), SamplingError)
+        if not isinstance(self.owner, str):
+            raise SamplingError(f"owner must be text, got {shown(self.owner)}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SamplingError(
+                f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), "
+                f"got {shown(self.min_tokens)}"
+            )
 
-    def _check_ranges(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        for token, bias in (self.logit_bias or {}).items():
-            _integer("a token id in logit_bias", token, 0)
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
-
-    def _check_collections(self) -> None:
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+    def _check_stops(self) -> None:
+        stops = (
+            [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+        )
+        if not isinstance(stops, Sequence) or isinstance(stops, bytes | bytearray | memoryview):
+            raise SamplingError(f"stop must be text or a list of texts, got {shown(stops)}")
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise SamplingError(f"stop must hold non-empty strings, got {stop!r}")
+                raise SamplingError(f"stop must hold non-empty strings, got {shown(stop)}")
         if len(stops) > MAX_STOP_STRINGS:
             raise SamplingError(f"stop holds {len(stops)} strings, at most {MAX_STOP_STRINGS}")
         self.stop_strings = tuple(stops)
-        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-            for token in getattr(self, name) or ():
-                _integer(f"a token id in {name}", token, 0)
-        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+
+    def _check_token_ids(self) -> None:
+        for name in TOKEN_IDS:
+            if getattr(self, name) is not None:
+                setattr(self, name, token_ids(name, getattr(self, name), SamplingError))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise SamplingError("allowed_token_ids must hold at least one id, got an empty list")
-
-
-def _integer(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SamplingError(f"{name} must be an integer, got {value!r}")
-    if value < low:
-        raise SamplingError(f"{name} must be at least {low}, got {value}")
-
-
-def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SamplingError(f"{name} must be a number, got {value!r}")
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not inside or math.isinf(value):  # NaN fails every comparison
-        left, right = "(" if open_low else "[", ")" if math.isinf(high) else "]"
-        raise SamplingError(f"{name} must be in {left}{low}, {high}{right}, got {value}")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            self.prediction = token_ids("prediction", self.prediction, SamplingError)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise SamplingError(
+                    f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}"
+                )
+            self.logit_bias = {
+                integer("a token id in logit_bias", token, 0, None, SamplingError): number(
+                    f"logit_bias[{shown(token)}]", bias, -100.0, 100.0, SamplingError
+                )
+                for token, bias in self.logit_bias.items()
+            }

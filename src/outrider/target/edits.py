@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.checks import shown
 from outrider.errors import SamplingError
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import TOKEN_IDS, SamplingParams
 from outrider.target.rows import RowGroup
 
 
@@ -73,11 +74,13 @@ def check_against_vocab(
     Raises:
         SamplingError: an id is not in the vocabulary, or no token would be left to choose.
     """
-    for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
-        for token_id in getattr(params, name) or ():
+    for name in (*TOKEN_IDS, "logit_bias", "prediction"):
+        named = getattr(params, name) or ()
+        for token_id in () if isinstance(named, str) else named:
             if not 0 <= token_id < vocab_size:
                 raise SamplingError(
-                    f"{name} holds token id {token_id}, expected ids from 0 to {vocab_size - 1}"
+                    f"{name} holds token id {shown(token_id)}, "
+                    f"expected ids from 0 to {vocab_size - 1}"
                 )
     banned = set(params.banned_token_ids or ())
     stops = {i for i in _stop_ids(params, eos_token_ids) if i < vocab_size}
