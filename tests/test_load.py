@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from load_cases import CLOSE, TOKENS, error_of, own_cache, toy
 from toy_gguf import logits_of, write_gguf
 from toy_models import SHAPE, VOCAB, make_batch, toy_tokenizer
 
-from outrider.errors import ModelError
+from outrider.errors import ModelError, TokenizerMismatch
 from outrider.target.load import (
     LoadedModel,
     build_target,
@@ -44,6 +46,28 @@ def test_unknown_name_says_all_that_was_tried():
         assert "installed distribution with a GGUF file" in message
         assert "offline cache of the Hugging Face hub" in message
         assert "\n" not in message
+
+
+def test_an_empty_name_is_not_this_directory():
+    for name in ("", " "):
+        assert error_of(name).startswith("the name of the model is empty")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (HFValidationError("bad name"), "not on the Hugging Face hub (bad name)"),
+        (LocalEntryNotFoundError("no route"), "the hub was not reached (no route)"),
+        (OSError("no route"), "the hub was not reached (no route)"),
+    ],
+)
+def test_a_hub_out_of_reach_is_not_a_missing_model(monkeypatch, error, expected):
+    def download(*_, **__):
+        raise error
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert expected in error_of("nobody/no-such-model")
 
 
 def test_wrong_kinds_of_path(tmp_path):
@@ -156,6 +180,40 @@ def test_tokenizer_by_path_object_or_name(tmp_path):
     for given in (tmp_path, str(tmp_path), toy_tokenizer()):
         found = resolve_tokenizer(given)
         assert found is not None and found.fingerprint == own.fingerprint
+
+
+def foreign(size: int) -> Tokenizer:
+    """A vocabulary of this size that shares no token with the toys."""
+    vocabulary = {f"t{i}": i for i in range(size)}
+    return Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "t0")), {})
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    toy("llama").save_pretrained(tmp_path)
+    for given in (foreign(VOCAB), foreign(VOCAB - 6)):  # without one of its own, sizes decide
+        assert load_model(tmp_path, tokenizer=given).tokenizer is given
+    with pytest.raises(TokenizerMismatch, match=f"{VOCAB + 1} tokens, expected at most .*{VOCAB}"):
+        load_model(tmp_path, tokenizer=foreign(VOCAB + 1))
+    with pytest.raises(TokenizerMismatch, match="expected at most"):
+        load_model(toy("llama"), tokenizer=foreign(VOCAB + 1))
+    pictures = foreign(VOCAB)
+    pictures.backend.add_special_tokens(["<picture>"])
+    assert load_model(tmp_path, tokenizer=pictures).tokenizer is pictures
+
+    toy_tokenizer().save_pretrained(tmp_path)
+    own = load_model(tmp_path).tokenizer
+    assert load_model(tmp_path, tokenizer=own).tokenizer is own
+    with pytest.raises(TokenizerMismatch, match="token 0 is 't0', expected '<pad>'"):
+        load_model(tmp_path, tokenizer=foreign(VOCAB - 6))
+    (tmp_path / "tokenizer.json").write_text("{")  # broken: that is why another one is given
+    assert load_model(tmp_path, tokenizer=own).tokenizer is own
+
+
+def test_loading_shows_no_bars(tmp_path, capsys):
+    toy("llama").save_pretrained(tmp_path)
+    capsys.readouterr()
+    load_model(tmp_path, "float32").hf_model()
+    assert capsys.readouterr().err == ""
 
 
 # What runs it

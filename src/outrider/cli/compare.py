@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.options import ModelOptions, SamplingOptions
+from outrider.cli.options import ModelOptions, SamplingOptions, parse_speculative_config
 from outrider.cli.prompts import PromptRecord, gather
 from outrider.errors import ConfigError
 
@@ -53,8 +53,11 @@ def compare(
     from outrider.cli.console import Colours, output
     from outrider.cli.demo_prompts import DEMO_PROMPTS
 
-    if model.speculative_config.lower() == "none":
-        raise ConfigError("compare needs drafts: --speculative-config is 'none', expected another")
+    if parse_speculative_config(model.speculative_config) is None:
+        raise ConfigError(
+            f"compare needs drafts: --speculative-config is {model.speculative_config!r}, "
+            "expected another"
+        )
     records = gather(prompts or [], file) if prompts or file else list(DEMO_PROMPTS)
     params = sampling.params()
     if params.seed is None and not params.is_greedy:
@@ -128,16 +131,14 @@ def shortened(text: str, limit: int = 240) -> str:
 
 
 def verdict(result: "Comparison") -> str:
-    """One line: same text or not, both speeds, the speed-up, tokens per forward."""
+    """One line of at most 80 columns: same text or not, both speeds, tokens per forward."""
     same = "✓ same text" if result.same_text else "✗ the texts differ"
     parts = [same]
     if result.speedup is not None:
-        parts.append(
-            f"plain {result.plain.rate:.0f} → speculative {result.speculative.rate:.0f} tokens/s"
-        )
+        parts.append(f"plain {result.plain.rate:.0f} → {result.speculative.rate:.0f} tokens/s")
         parts.append(f"{result.speedup:.2f}×")
     if result.speculative.metrics is not None:
-        parts.append(f"{result.speculative.metrics.tokens_per_target_step:.2f} tokens per forward")
+        parts.append(f"{result.speculative.metrics.tokens_per_target_step:.2f} tokens/forward")
     return " · ".join(parts)
 
 

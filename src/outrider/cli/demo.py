@@ -78,8 +78,8 @@ def _introduce(console: "Console", llm: "LLM", seconds: float) -> None:
         style="bold",
     )
     console.print(
-        "Each prompt is answered twice by the same model: plainly, one token per forward, and\n"
-        "speculatively, where several drafted tokens are checked in one forward. Only tokens the\n"
+        "Each prompt is answered twice by the same model: plainly, one token per forward, and "
+        "speculatively, where several drafted tokens are checked in one forward. Only tokens the "
         "model itself would have written are kept, so the text must be the same."
     )
 

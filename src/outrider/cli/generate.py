@@ -40,8 +40,8 @@ def generate(
 ) -> None:
     """Answer prompts; the text goes to standard output, the numbers to standard error."""
     records = gather(prompts or [], file)
-    params = sampling.params(n)
-    llm = model.load()
+    params = sampling.params(n, shows_logprobs=json_output)
+    llm = model.load(quiet)
     raw = raw or llm.tokenizer.chat_template is None
     if json_output:
         _write_json(llm, records, params, raw)
@@ -91,7 +91,7 @@ def _write_all(
         for turn, output in enumerate(turns):
             if not quiet:
                 messages().print(f"\n▸ {record.turns[turn].strip()[:100]}", style="bold")
-            _write_choices(llm, output, colours)
+            _write_choices(llm, output, colours, quiet)
     num_tokens = sum(len(c.token_ids) for turns in answers for o in turns for c in o.outputs)
     if not quiet:
         messages().print(
@@ -101,10 +101,15 @@ def _write_all(
         )
 
 
-def _write_choices(llm: "LLM", output: "RequestOutput", colours: "Colours") -> None:
+def _write_choices(llm: "LLM", output: "RequestOutput", colours: "Colours", quiet: bool) -> None:
+    from outrider.cli.console import messages
     from outrider.cli.stream import new_writer
 
+    num_choices = len(output.outputs)
     for choice in output.outputs:
+        if num_choices > 1 and not quiet:
+            sys.stdout.flush()  # headings go to stderr, in order with the answers
+            messages().print(f"\n[{choice.index + 1}/{num_choices}]", style="dim")
         writer = new_writer(llm, colours)
         writer.write(choice.text, choice.token_ids, choice.token_sources)
         sys.stdout.write("\n")

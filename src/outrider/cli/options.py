@@ -1,6 +1,7 @@
 """Groups of options shared by the commands. Names are vLLM's."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.errors import ConfigError, SamplingError
+from outrider.threads import check_num_threads
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
@@ -79,14 +81,18 @@ class ModelOptions:
         int | None, typer.Option(help="CPU threads.", rich_help_panel=MODEL_PANEL)
     ] = None
 
-    def load(self) -> "LLM":
-        """The model, ready to generate; a start that takes long says what it does."""
+    def __post_init__(self) -> None:
+        if self.num_threads is not None:
+            check_num_threads(self.num_threads, "--num-threads")
+
+    def load(self, quiet: bool = False) -> "LLM":
+        """The model, ready to generate; unless quiet, a start that takes long says what it does."""
         from outrider.cli.progress import start_up
 
         config = parse_speculative_config(self.speculative_config)
-        with start_up():
-            from outrider.llm import LLM
+        from outrider.llm import LLM  # seconds on a slow disk, and no part of loading the model
 
+        with start_up(quiet):
             return LLM(
                 self.model,
                 tokenizer=self.tokenizer,
@@ -188,10 +194,15 @@ class SamplingOptions:
         ),
     ] = None
 
-    def params(self, n: int = 1) -> "SamplingParams":
+    def params(self, n: int = 1, shows_logprobs: bool = False) -> "SamplingParams":
         """The same as a checked `SamplingParams`."""
         from outrider.sampling_params import SamplingParams
 
+        if self.logprobs is not None and not shows_logprobs:
+            raise ConfigError(
+                f"--logprobs {self.logprobs} would not be shown: "
+                "expected it with `outrider generate --json`"
+            )
         return SamplingParams(
             n=n,
             temperature=self.temperature,
@@ -209,37 +220,41 @@ class SamplingOptions:
             min_tokens=self.min_tokens,
             logprobs=self.logprobs,
             logit_bias=_parse_logit_bias(self.logit_bias),
-            prediction=None if self.prediction is None else text_or_file(self.prediction),
+            prediction=None
+            if self.prediction is None
+            else text_or_file(self.prediction, "--prediction"),
         )
 
 
 def parse_speculative_config(value: str) -> Any:
-    """What `--speculative-config` means: "auto", None, or the parsed JSON.
+    """What `--speculative-config` means: "auto", None for every way to say no drafts, or the JSON.
 
     Raises:
         ConfigError: not JSON, or JSON of the wrong kind; says what and where.
     """
-    text = value.strip()
-    if text.lower() in ("none", "null"):
-        return None
-    if text.lower() == "auto":
-        return "auto"
-    origin = "--speculative-config"
+    text, origin = value.strip(), "--speculative-config"
     if text.startswith("@"):
-        origin = text[1:]
-        text = text_or_file(text)
-    config = _parse_json(text, origin)
-    if not isinstance(config, dict | list):
+        origin = text[1:] or origin
+        text = text_or_file(text, "--speculative-config").strip()
+    if text.lower() in ("auto", "none"):
+        return "auto" if text.lower() == "auto" else None
+    if not text.startswith(("{", "[", "null")):
+        word = re.fullmatch(r"[a-zA-Z]\w*(\.\w+)*(:\w+)?", text)
+        hint = f"; did you mean '{json.dumps({'method': text})}'?" if word else ""
         raise ConfigError(
-            f"{origin} must hold a JSON object or a list of objects, got {json.dumps(config)}"
+            f"{origin} must hold auto, none, @FILE, a JSON object or a list of objects, "
+            f"got {text!r:.80}{hint}"
         )
-    return config
+    config = _parse_json(text, origin)
+    return None if config == [] else config
 
 
-def text_or_file(value: str) -> str:
+def text_or_file(value: str, option: str) -> str:
     """The value itself, or the content of FILE when it is ``@FILE``."""
     if not value.startswith("@"):
         return value
+    if value == "@":
+        raise ConfigError(f"{option} needs the name of a file after '@', got nothing")
     try:
         return Path(value[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -261,6 +276,8 @@ def _parse_logit_bias(value: str | None) -> dict[int, float] | None:
 def _parse_json(text: str, origin: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError as error:
+        raise ConfigError(f"{origin} is nested too deeply: {error}") from error
     except json.JSONDecodeError as error:
         start = max(0, error.pos - 20)
         near = text[start : error.pos + 20].replace("\n", " ")

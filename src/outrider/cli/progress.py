@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 QUIET_SECONDS = 2.0  # a start shorter than this says nothing
-HINT = "Loading the model (the first start also converts it and compiles kernels) …"
+HINT = "Loading the model …"
 
 
 @contextmanager
-def start_up() -> Iterator[None]:
+def start_up(quiet: bool = False) -> Iterator[None]:
     """Show progress on stderr while the body runs, if it takes longer than two seconds.
 
-    What outrider logs meanwhile becomes the text of the spinner; warnings stay on the screen.
+    What outrider logs meanwhile, as the conversion of a model, becomes the text of the spinner,
+    and a line where there is no terminal. Quiet leaves only warnings.
     """
     from outrider.cli.console import messages
 
@@ -27,14 +28,21 @@ def start_up() -> Iterator[None]:
         else:
             sys.stderr.write(HINT + "\n")
 
+    def update(text: str) -> None:
+        if console.is_terminal:
+            status.update(text)
+        else:
+            sys.stderr.write(f"outrider: {text}\n")
+
     timer = threading.Timer(QUIET_SECONDS, show)
     timer.daemon = True
-    handler = _StatusHandler(status.update)
+    handler = _StatusHandler((lambda _: None) if quiet else update)
     logger = logging.getLogger("outrider")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    timer.start()
+    if not quiet:
+        timer.start()
     try:
         yield
     finally:

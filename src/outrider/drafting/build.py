@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from outrider.checks import shown
 from outrider.drafting.lookup import LookupSource
-from outrider.drafting.options import at_least
+from outrider.drafting.options import CHECKS
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.source import DraftSource
 from outrider.drafting.table import TableSource
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.tables.find import directories, find_table
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ SHARED_TOKENS_PER_REQUEST = 512  # vLLM counts cached requests, the store counts
 def split_rule(config: SpeculativeConfig) -> tuple[SpeculativeConfig, str]:
     """The config without the accept rule, and the rule: "invariant", "rejection" or "block".
 
-    An object with nothing but a rule means the default sources under that rule.
+    A config with nothing but a rule means the default sources under that rule.
 
     Raises:
         ConfigError: an unknown rule, or two different ones in a list.
@@ -68,7 +69,9 @@ def split_rule(config: SpeculativeConfig) -> tuple[SpeculativeConfig, str]:
     if len(rules) > 1:
         raise ConfigError(f"{RULE_KEY} is one for all sources, got {sorted(rules)}")
     parts = [_without_rule(part) if isinstance(part, Mapping) else part for part in config]
-    return [part for part in parts if part != {}], next(iter(rules), "invariant")
+    kept = [part for part in parts if part != {}]
+    rule = next(iter(rules), "invariant")
+    return (kept if kept or not rules else "auto"), rule
 
 
 def _without_rule(config: Config) -> dict[str, Any]:
@@ -97,22 +100,38 @@ def build_sources(
     rule = own_rule if rule is None else _rule(rule)
     if config is None:
         return []
-    if isinstance(config, DraftSource):
-        return [config]
     if isinstance(config, str):
         if config != "auto":
             raise ConfigError(
                 f'speculative_config must be "auto", an object, a list, a DraftSource or None, '
-                f"got {config!r}"
+                f"got {shown(config)}"
             )
         return [LookupSource(), PredictedSource(), *_shipped_table(rule, tokenizer)]
-    if isinstance(config, Mapping):
-        return [_build(config, load_model, rule, tokenizer)]
+    return [_build(part, load_model, rule, tokenizer) for part in _parts(config)]
+
+
+def check_config(config: SpeculativeConfig) -> None:
+    """Refuse what can be told from the config alone, before anything is loaded.
+
+    Raises:
+        ConfigError: as `build_sources`.
+    """
+    config, _ = split_rule(config)
+    if config is None or isinstance(config, str):
+        build_sources(config)
+        return
+    for part in _parts(config):
+        method = _checked_method(part)
+        if method in METHODS:
+            _made(METHODS[method], part)  # costs nothing, and checks keys together
+
+
+def _parts(config: Any) -> list[Any]:
+    if isinstance(config, Mapping | DraftSource | type):
+        return [config]
     if not isinstance(config, Sequence):
-        raise ConfigError(f"speculative_config must be an object or a list, got {config!r}")
-    return [
-        c if isinstance(c, DraftSource) else _build(c, load_model, rule, tokenizer) for c in config
-    ]
+        raise ConfigError(f"speculative_config must be an object or a list, got {shown(config)}")
+    return list(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +143,14 @@ class _Method:
     accepted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     @property
-    def known(self) -> list[str]:
-        return sorted({"method", RULE_KEY, *self.keys, *self.accepted, *HARMLESS})
+    def own(self) -> list[str]:
+        """Keys with an effect."""
+        return ["method", *sorted(self.keys), RULE_KEY]
+
+    @property
+    def idle(self) -> list[str]:
+        """Keys of vLLM that are accepted, and without effect."""
+        return sorted({*self.accepted, *HARMLESS})
 
 
 def _ngram(
@@ -137,8 +162,6 @@ def _ngram(
     low = prompt_lookup_min if prompt_lookup_min is not None else prompt_lookup_max
     low = 5 if low is None else low  # vLLM's default of both
     high = low if prompt_lookup_max is None else prompt_lookup_max
-    for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
-        at_least(name, value, 1)
     if high < low:
         raise ConfigError(f"prompt_lookup_max must be at least prompt_lookup_min {low}, got {high}")
     return LookupSource(num_speculative_tokens, min_match=low)
@@ -150,9 +173,6 @@ def _suffix(
     min_token_prob: float = 0.1,
 ) -> LookupSource:
     """vLLM's suffix decoding with its defaults: outputs are shared between requests."""
-    at_least("suffix_decoding_max_cached_requests", max_cached_requests, 0)
-    if not 0 <= min_token_prob <= 1:
-        raise ConfigError(f"suffix_decoding_min_token_prob must be in [0, 1], got {min_token_prob}")
     return LookupSource(
         num_speculative_tokens,
         min_survival=min_token_prob,
@@ -195,30 +215,67 @@ TABLE_KEYS = {
 
 
 def _build(
-    config: object, load_model: LoadModel | None, rule: str, tokenizer: object | None
+    config: Any, load_model: LoadModel | None, rule: str, tokenizer: object | None
 ) -> DraftSource:
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"a source must be an object or a DraftSource, got {config!r}")
-    method = config.get("method")
-    if method is None and "model" in config:
-        method = "draft_model"  # as vLLM reads a config that names only a model
-    if not isinstance(method, str):
-        raise ConfigError(f"speculative_config needs a method, one of {_methods()}, got {method!r}")
-    if method == "custom_class":
-        raise ConfigError('a class of your own is named by "method": "package.module:Class"')
+    method = _checked_method(config)
+    if method is None:
+        return config
     if ":" in method:
         return _custom(method, config)
     if method == "draft_model":
         return _draft_model(config, load_model, rule)
     if method == "table":
         return _table(config, rule, tokenizer)
-    if method not in METHODS:
+    return _made(METHODS[method], config)
+
+
+def _checked_method(config: Any) -> str | None:
+    """The method of one part of a config, whose keys and values are what it reads.
+
+    None: it is a source already.
+    """
+    if isinstance(config, DraftSource):
+        return None
+    if isinstance(config, type) and issubclass(config, DraftSource):
+        raise ConfigError(
+            f"a draft source must be an instance, got the class: write {config.__name__}(...)"
+        )
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"a source must be an object or a DraftSource, got {shown(config)}")
+    method = config.get("method")
+    if method is None and "model" in config:
+        method = "draft_model"  # as vLLM reads a config that names only a model
+    if not isinstance(method, str):
+        raise ConfigError(
+            f"speculative_config needs a method, one of {_methods()}, got {shown(method)}"
+        )
+    if method == "custom_class":
+        raise ConfigError('a class of your own is named by "method": "package.module:Class"')
+    if ":" in method:
+        _imported(method)
+    elif method == "draft_model":
+        if not isinstance(config.get("model"), str):
+            raise ConfigError(
+                f'the method "draft_model" needs the key "model", a name or path, '
+                f"got {shown(config.get('model'))}"
+            )
+        _check_keys(method, config, _Method(_not_made, DRAFT_MODEL_KEYS))
+    elif method == "table":
+        if "path" in config and "model" in config:
+            raise ConfigError('a table is named by "path" or by "model", got both')
+        _check_keys(method, config, _Method(_not_made, TABLE_KEYS))
+    elif method in METHODS:
+        _check_keys(method, config, METHODS[method])
+    else:
         raise ConfigError(_unknown_method(method))
-    return _made(method, METHODS[method], config)
+    return method
 
 
-def _made(name: str, method: _Method, config: Config) -> DraftSource:
-    _check_keys(name, config, method.known, {**HARMLESS, **method.accepted})
+def _not_made(**options: Any) -> DraftSource:
+    raise AssertionError(f"{options} of a method that is made elsewhere")
+
+
+def _made(method: _Method, config: Config) -> DraftSource:
     arguments = {method.keys[key]: value for key, value in config.items() if key in method.keys}
     return method.make(**arguments)
 
@@ -232,12 +289,7 @@ def _draft_model(config: Config, load_model: LoadModel | None, rule: str) -> Dra
         target, tokenizer = load_model(model)
         return DraftModelSource(target, num_speculative_tokens, tokenizer=tokenizer, rule=rule)
 
-    if not isinstance(config.get("model"), str):
-        raise ConfigError(
-            f'the method "draft_model" needs the key "model", a name or path, '
-            f"got {config.get('model')!r}"
-        )
-    return _made("draft_model", _Method(make, DRAFT_MODEL_KEYS), config)
+    return _made(_Method(make, DRAFT_MODEL_KEYS), config)
 
 
 def _table(config: Config, rule: str, tokenizer: object | None) -> DraftSource:
@@ -258,9 +310,7 @@ def _table(config: Config, rule: str, tokenizer: object | None) -> DraftSource:
             )
         return TableSource(table, **options)
 
-    if "path" in config and "model" in config:
-        raise ConfigError('a table is named by "path" or by "model", got both')
-    return _made("table", _Method(make, TABLE_KEYS), config)
+    return _made(_Method(make, TABLE_KEYS), config)
 
 
 def _shipped_table(rule: str, tokenizer: object | None) -> list[DraftSource]:
@@ -271,37 +321,56 @@ def _shipped_table(rule: str, tokenizer: object | None) -> list[DraftSource]:
 
 def _custom(path: str, config: Config) -> DraftSource:
     """An instance of "package.module:Class"; the other keys are its keyword arguments."""
-    module_name, _, class_name = path.partition(":")
-    try:
-        made = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"the draft source {path!r} cannot be imported: {error}") from error
-    if not (isinstance(made, type) and issubclass(made, DraftSource)):
-        raise ConfigError(f"{path!r} must be a subclass of outrider's DraftSource, got {made!r}")
+    made = _imported(path)
     arguments = {key: value for key, value in config.items() if key not in ("method", RULE_KEY)}
     try:
         return made(**arguments)
+    except OutriderError:
+        raise
     except TypeError as error:
-        raise ConfigError(f"{path!r} does not take {sorted(arguments)}: {error}") from error
+        raise ConfigError(f"{path!r} does not take {shown(sorted(arguments))}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{path!r} cannot be made with {shown(sorted(arguments))}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
-def _check_keys(
-    method: str, config: Config, known: Sequence[str], harmless: Mapping[str, tuple[object, ...]]
-) -> None:
+def _imported(path: str) -> type[DraftSource]:
+    module_name, _, class_name = path.partition(":")
+    try:
+        made = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # whatever the module does when it is imported
+        raise ConfigError(
+            f"the draft source {path!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(made, type) and issubclass(made, DraftSource)):
+        raise ConfigError(
+            f"{path!r} must be a subclass of outrider's DraftSource, got {shown(made)}"
+        )
+    return made
+
+
+def _check_keys(name: str, config: Config, method: _Method) -> None:
+    harmless = {**HARMLESS, **method.accepted}
+    known = [*method.own, *method.idle]
     for key, value in config.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
-                f"unknown key {key!r} for the method {method!r}{hint} "
-                f"Known keys: {', '.join(known)}"
+                f"unknown key {shown(key)} for the method {name!r}{hint} "
+                f"Known keys: {', '.join(method.own)}; accepted without effect: "
+                f"{', '.join(method.idle)}"
             )
         allowed = harmless.get(key, ())
         if allowed and value not in allowed:
             raise ConfigError(
-                f"{key}={value!r} has no meaning for the method {method!r} here; "
+                f"{key}={shown(value)} has no meaning for the method {name!r} here; "
                 f"leave it out or give one of {list(allowed)}"
             )
+        if key in CHECKS and key not in HARMLESS:
+            CHECKS[key](key, value)
 
 
 def _unknown_method(method: str) -> str:
@@ -318,5 +387,5 @@ def _methods() -> str:
 
 def _rule(value: object) -> str:
     if not isinstance(value, str) or value not in RULES:
-        raise ConfigError(f"{RULE_KEY} must be one of {', '.join(RULES)}, got {value!r}")
+        raise ConfigError(f"{RULE_KEY} must be one of {', '.join(RULES)}, got {shown(value)}")
     return RULES[value]

@@ -23,6 +23,10 @@ def find_model(model: str | Path | None) -> tuple[Path, str]:
                 "or name a model"
             )
         return path, path.stem
+    if not str(model).strip():
+        raise ModelError(
+            f"the name of the model is empty: expected a name or a path, got {model!r}"
+        )
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -78,15 +82,20 @@ def _assembled(name: str, module: str) -> Path:
 def _from_hub(name: str) -> Path:
     """Directory of a model on the hub, downloaded or found in its cache."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    tried = (
-        f"no directory, no .gguf file, no installed distribution with a GGUF file, and "
-        f"{'not in the offline cache of' if os.environ.get('HF_HUB_OFFLINE') else 'not on'} "
-        "the Hugging Face hub"
-    )
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=wanted, etag_timeout=10))
     except Exception as error:  # every failure of the hub means the same to the user
+        if os.environ.get("HF_HUB_OFFLINE"):
+            hub = "not in the offline cache of the Hugging Face hub"
+        elif isinstance(error, HFValidationError | RepositoryNotFoundError):
+            hub = "not on the Hugging Face hub"
+        else:
+            hub = "not in the cache of the Hugging Face hub, and the hub was not reached"
         first_line = str(error).strip().split("\n")[0]
-        raise ModelError(f"there is no model {name!r}: {tried} ({first_line})") from error
+        raise ModelError(
+            f"there is no model {name!r}: no directory, no .gguf file, no installed distribution "
+            f"with a GGUF file, and {hub} ({first_line})"
+        ) from error

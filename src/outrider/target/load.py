@@ -5,6 +5,8 @@ later start maps the weights from there and imports no transformers.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.errors import ModelError
+from outrider.errors import ModelError, TokenizerMismatch
 from outrider.target.base import Target
 from outrider.target.convert import converted
 from outrider.target.find import find_model
-from outrider.tokenizer import Tokenizer
+from outrider.tokenizer import Tokenizer, first_difference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,11 +161,13 @@ def load_model(
     if path.suffix == ".gguf":
         path = converted(path, kind)
         config = json.loads((path / "config.json").read_text())
-        own = Tokenizer.from_directory(path) if tokenizer is None else None
+        own = Tokenizer.from_directory(path)
     else:
         config = _hf_config(path, name)
-        own = _hf_tokenizer(path) if tokenizer is None else None
-    found = own or resolve_tokenizer(tokenizer)
+        own = _own_tokenizer(path, tokenizer is not None)
+    found = own if tokenizer is None else resolve_tokenizer(tokenizer)
+    if tokenizer is not None and found is not None:
+        _check_tokenizer(name, found, own, config)
     eos = _eos_ids(path, config, found)
     return LoadedModel(name, config, found, kind, where, eos, directory=path)
 
@@ -195,6 +199,43 @@ def resolve_tokenizer(tokenizer: Any) -> Tokenizer | None:
             return load_model(path).tokenizer
         return _hf_tokenizer(path)
     return Tokenizer.from_transformers(tokenizer)
+
+
+def _own_tokenizer(path: Path, is_replaced: bool) -> Tokenizer | None:
+    """The model's tokenizer; one that cannot be read does not matter where another is given."""
+    try:
+        return _hf_tokenizer(path)
+    except ModelError:
+        if not is_replaced:
+            raise
+        return None
+
+
+def _check_tokenizer(
+    name: str, given: Tokenizer, own: Tokenizer | None, config: dict[str, Any]
+) -> None:
+    """Refuse a tokenizer whose ids mean something else to the model.
+
+    Raises:
+        TokenizerMismatch: names the first token that differs from the model's own, or ids that
+            the model does not have.
+    """
+    difference = None if own is None else first_difference(own, given)
+    if difference is not None:
+        token_id, expected, got = difference
+        raise TokenizerMismatch(
+            f"the tokenizer is not for {name}: token {token_id} is {got!r}, expected {expected!r}"
+        )
+    size = config.get("vocab_size")
+    if own is not None or size is None:
+        return
+    # Special tokens may lie beyond: Gemma 3 has one for pictures, which text never holds.
+    beyond = [i for i in range(size, given.vocab_size) if i not in given.special_ids]
+    if any(given.tokens[i] is not None for i in beyond):
+        raise TokenizerMismatch(
+            f"the tokenizer is not for {name}: it has {given.vocab_size} tokens, "
+            f"expected at most the {size} of the model's vocabulary"
+        )
 
 
 def _mapped(files: list[Path]) -> dict[str, torch.Tensor]:
@@ -235,10 +276,25 @@ def _from_pretrained(loaded: LoadedModel) -> "PreTrainedModel":
 
     assert loaded.directory is not None
     try:
-        model = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=loaded.dtype)
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=loaded.dtype)
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot load {loaded.name}: {error}") from error
     return model.to(loaded.device)  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep the progress bars of transformers off the screen for a moment."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _from_module(
@@ -253,6 +309,8 @@ def _from_module(
     config = model.config.get_text_config(decoder=True).to_dict()
     found = resolve_tokenizer(tokenizer)
     name = model.name_or_path or type(model).__name__
+    if found is not None:
+        _check_tokenizer(name, found, None, config)
     eos = _as_ids(getattr(model.generation_config, "eos_token_id", None)) or _as_ids(
         config.get("eos_token_id")
     )
