@@ -6,15 +6,17 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from outrider.drafting.build import SpeculativeConfig, build_sources, split_rule
-from outrider.engine.engine import Engine
+from outrider.checks import boolean, integer, shown, token_ids
+from outrider.drafting.build import SpeculativeConfig, build_sources, check_config, split_rule
+from outrider.engine.engine import Engine, check_sizes
 from outrider.engine.verification import make_verifier
-from outrider.errors import PromptError, SamplingError, SourceError
+from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
 from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
@@ -59,7 +61,8 @@ class LLM:
         device: "auto", "cpu" or "cuda".
         num_threads: CPU threads; default: as torch has it.
         target: a target that is already loaded, instead of `model`; `tokenizer` is then an object.
-        eos_token_ids: what ends a text; default: the model's own, with `target` the tokenizer's.
+        eos_token_ids: what ends a text, an id or several; default: the model's own, with `target`
+            the tokenizer's.
 
     Raises:
         ModelError: the model is unknown or cannot be run exactly; the message says why.
@@ -82,10 +85,15 @@ class LLM:
         device: str = "auto",
         num_threads: int | None = None,
         target: Target | None = None,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: int | Sequence[int] | None = None,
     ) -> None:
         if num_threads is not None:
             _set_num_threads(num_threads)
+        _check_options(dtype, device, deterministic, seed)
+        check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
+        if eos_token_ids is not None:
+            eos_token_ids = _eos_ids(eos_token_ids)
+        check_config(speculative_config)  # loading a model takes longer than finding a typo
         _, rule = split_rule(speculative_config)
         if target is None:
             from outrider.target.load import load_target
@@ -95,6 +103,10 @@ class LLM:
             )
             tokenizer = loaded.tokenizer
             eos_token_ids = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
+        elif isinstance(target, type) or not hasattr(target, "forward"):
+            raise ConfigError(f"target must be a Target that is loaded, got {shown(target)}")
+        elif isinstance(tokenizer, str | Path):
+            raise ConfigError(f"with a target, tokenizer must be an object, got {shown(tokenizer)}")
         elif eos_token_ids is None and tokenizer is not None:
             eos_token_ids = [i for i in (tokenizer.eos_token_id,) if i is not None]
         self.target: Target = target
@@ -102,6 +114,7 @@ class LLM:
         self.eos_token_ids = tuple(eos_token_ids or ())
         if kv_cache_tokens is None:
             kv_cache_tokens = _default_kv_tokens(target, max_num_seqs, max_model_len)
+        _check_memory(target, kv_cache_tokens)
         self.engine = Engine(
             target,
             build_sources(
@@ -264,17 +277,19 @@ class LLM:
         if not isinstance(prompt, Mapping):
             raise PromptError(
                 f'a prompt must be text, {{"prompt": text}} or {{"prompt_token_ids": ids}}, '
-                f"got {prompt!r:.80}"
+                f"got {shown(prompt)}"
             )
         given = PROMPT_KEYS & prompt.keys()
         if not given or prompt.keys() - PROMPT_KEYS:
             raise PromptError(
                 f'a prompt needs "prompt" or "prompt_token_ids" and nothing else, '
-                f"got the keys {sorted(prompt)}"
+                f"got the keys {shown(list(prompt))}"
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if ids is None:
             ids = self._encode(text, "the prompt", True)
+        elif text is not None and not isinstance(text, str):
+            raise PromptError(f"the prompt must be text, got {shown(text)}")
         return _Submission(ids, params, text, self._prediction(params))
 
     def _read_conversation(
@@ -285,7 +300,7 @@ class LLM:
         if not _is_conversation(messages):
             raise PromptError(
                 f'a conversation must be a list of {{"role": …, "content": …}}, '
-                f"got {messages!r:.80}"
+                f"got {shown(messages)}"
             )
         text = self.tokenizer.chat([dict(message) for message in messages], **variables)
         ids = self._encode(text, "the conversation", False)
@@ -300,7 +315,7 @@ class LLM:
 
     def _encode(self, text: Any, what: str, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
-            raise PromptError(f"{what} must be text, got {text!r:.80}")
+            raise PromptError(f"{what} must be text, got {shown(text)}")
         if self.tokenizer is None:
             raise PromptError(f"{what} is text, and this LLM was made without a tokenizer")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -308,7 +323,7 @@ class LLM:
 
 def _as_list(values: Any, name: str) -> list[Any]:
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise PromptError(f"{name} must be a list, got {values!r:.80}")
+        raise PromptError(f"{name} must be a list, got {shown(values)}")
     return list(values)
 
 
@@ -328,7 +343,7 @@ def _params_for(count: int, params: ParamsLike) -> list[SamplingParams]:
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise SamplingError(
-            f"sampling_params must be SamplingParams or a list of them, got {params!r:.80}"
+            f"sampling_params must be SamplingParams or a list of them, got {shown(params)}"
         )
     if len(params) != count:
         raise SamplingError(f"{count} prompts need {count} sampling_params, got {len(params)}")
@@ -343,6 +358,40 @@ def _draft_model_loader(dtype: str, device: str) -> Any:
         return target, loaded.tokenizer
 
     return load
+
+
+def _check_options(dtype: object, device: object, deterministic: object, seed: object) -> None:
+    for name, value, kind in (("dtype", dtype, torch.dtype), ("device", device, torch.device)):
+        if not isinstance(value, str | kind):
+            raise ConfigError(
+                f"{name} must be a name or a torch.{kind.__name__}, got {shown(value)}"
+            )
+    if deterministic is not None:
+        boolean("deterministic", deterministic)
+    if seed is not None:
+        integer("seed", seed, -(2**63), 2**64 - 1)
+
+
+def _eos_ids(given: Any) -> list[int]:
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        given = [given]
+    return token_ids("eos_token_ids", given)
+
+
+def _check_memory(target: Target, kv_cache_tokens: int) -> None:
+    """Refuse a KV cache that the machine could not hold even if it were empty."""
+    most = _memory_bytes(target.device) // max(1, target.kv_bytes_per_token)
+    if kv_cache_tokens > most:
+        raise ConfigError(
+            f"kv_cache_tokens must be at most {most}, which is all the memory there is at "
+            f"{target.kv_bytes_per_token} bytes a token, got {kv_cache_tokens}"
+        )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _default_kv_tokens(target: Target, max_num_seqs: int, max_model_len: int | None) -> int:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.checks import INT32_MAX
 from outrider.drafting.confidence import Calibration
-from outrider.drafting.options import at_least
+from outrider.drafting.options import at_least, share
 from outrider.drafting.seats import Seats
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.drafting.store import OutputStore
-from outrider.errors import ConfigError
 
 # A request whose owner's texts changed is matched anew over this many of its last tokens. A
 # longer match would look the same to the confidence, whose last class starts at 33.
@@ -52,10 +52,9 @@ class LookupSource(DraftSource):
         shared_tokens: int = 0,
     ) -> None:
         at_least("num_speculative_tokens", num_speculative_tokens, 1)
-        at_least("min_match", min_match, 1)
+        at_least("min_match", min_match, 1, INT32_MAX)
         at_least("shared_tokens", shared_tokens, 0)
-        if not 0 <= min_survival <= 1:
-            raise ConfigError(f"min_survival must be in [0, 1], got {min_survival}")
+        share("min_survival", min_survival)
         self.max_draft_tokens = num_speculative_tokens
         self._calibration = Calibration()
         self._seats = Seats(num_speculative_tokens, min_match, min_survival, self._calibration)

@@ -6,6 +6,7 @@ from time import perf_counter
 
 import numpy as np
 
+from outrider.checks import shown
 from outrider.drafting.source import DraftContext
 from outrider.engine.output import OutputBuilder, TokenizerLike
 from outrider.engine.request import Request, RequestGroup, TokenBuffer, read_only
@@ -61,11 +62,16 @@ class Intake:
         return self._check_prompt(token_ids)
 
     def _check_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
-        if len(token_ids) == 0:
+        try:
+            ids = np.asarray(token_ids)
+        except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors on other devices
+            ids = np.empty((0, 0))
+        if ids.shape == (0,):
             raise PromptError("the prompt is empty; at least one token is needed")
-        ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise PromptError(f"prompt_token_ids must be a list of integers, got {token_ids!r:.80}")
+            raise PromptError(
+                f"prompt_token_ids must be a list of integers, got {shown(token_ids)}"
+            )
         wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(wrong):
             raise PromptError(
