@@ -3,7 +3,7 @@
     OutriderError
     ├── UserError                 what was given cannot be used; the CLI exits with 2
     │   ├── ModelError            unknown, missing or unsupported model
-    │   ├── TokenizerMismatch     drafts and target do not share a vocabulary
+    │   ├── TokenizerMismatch     drafts, tokenizer and target do not share a vocabulary
     │   ├── PromptError           empty prompt, prompt beyond the context, ids out of range
     │   ├── SamplingError         a sampling parameter out of its range
     │   ├── TableError            a draft table, or the corpus for one, that cannot be used
@@ -30,7 +30,7 @@ class ModelError(UserError):
 
 
 class TokenizerMismatch(UserError):
-    """A source of drafts and the target do not share a vocabulary."""
+    """A source of drafts or a tokenizer does not share the vocabulary of the target."""
 
 
 class PromptError(UserError):
