@@ -1,5 +1,6 @@
 """Predicted text, scripted drafts, and building sources from a config."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafting.build import build_sources, split_rule
+from outrider.drafting.build import (
+    METHODS,
+    TABLE_KEYS,
+    build_sources,
+    check_config,
+    split_rule,
+)
 from outrider.drafting.lookup import LookupSource
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.scripted import ScriptedSource
@@ -250,6 +257,56 @@ def test_a_wrong_config_is_refused_with_what_was_given_and_expected(
         build_sources(config)
     for part in parts:
         assert part in str(error.value)
+
+
+WRONG_VALUES: list[Any] = ["5", [1], {}, True, -1, 10**30, 10**5000, float("nan"), object()]
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+KEYS_OF = {
+    **{name: [*method.keys, *method.accepted] for name, method in METHODS.items()},
+    "table": list(TABLE_KEYS),
+    "draft_model": ["num_speculative_tokens"],
+}
+
+
+@pytest.mark.parametrize("method", KEYS_OF)
+def test_every_key_of_every_method_has_its_type_and_range(method: str) -> None:
+    for key in KEYS_OF[method]:
+        for value in [*WRONG_VALUES, DEEP]:
+            if key in ("path", "model") and isinstance(value, str):
+                continue
+            config = {"method": method, key: value}
+            if method == "draft_model":
+                config["model"] = "x"
+            for refuse in (build_sources, check_config):
+                with pytest.raises(ConfigError) as error:
+                    refuse(config)
+                assert key in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "config", [DEEP, [DEEP], {"method": DEEP}, {"a": DEEP}, {"method": "a:b:c"}]
+)
+def test_a_config_of_any_shape_is_one_sentence(config: Any) -> None:
+    for refuse in (build_sources, check_config):
+        with pytest.raises(ConfigError):
+            refuse(config)
+
+
+@pytest.mark.parametrize(
+    "path", ["..:x", ":x", "a.b:", "outrider:LLM", ":", "failing_module:Source"]
+)
+def test_a_class_that_cannot_be_imported_is_named(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for refuse in (build_sources, check_config):
+        with pytest.raises(ConfigError, match=r"cannot be imported|must be a subclass"):
+            refuse({"method": path})
 
 
 def test_the_accept_rule_is_split_off() -> None:

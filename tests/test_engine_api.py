@@ -5,8 +5,10 @@ import dataclasses
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes import ALPHABET, FakeTarget, FakeTokenizer
 
@@ -282,3 +284,97 @@ def test_interrupted_generation_leaves_the_engine_idle():
 def test_progress_is_shown_when_asked(capsys):
     make_llm().generate(["a", "b"], params(), use_tqdm=True)
     assert "2/2" in capsys.readouterr().out
+
+
+def test_threads_take_turns_and_all_get_their_own_answers():
+    llm = make_llm()
+    texts = ["abc abc", "the end. the", "xyz", "hello there", "q"]
+    wanted = params(max_tokens=60)
+    plain = [llm.generate(text, wanted)[0].outputs[0].text for text in texts]
+
+    def streamed(text: str) -> str:
+        return "".join(chunk.text for chunk in llm.stream(text, wanted))
+
+    def generated(text: str) -> str:
+        return llm.generate([text, "abc"], wanted)[0].outputs[0].text
+
+    with ThreadPoolExecutor(5) as pool:
+        for _ in range(4):
+            for each in (generated, streamed):
+                assert list(pool.map(each, texts)) == plain
+    llm.engine.step()  # what was aborted last was told to nobody
+    assert idle(llm)
+
+
+def test_two_llms_on_one_target_take_turns_in_threads():
+    one = make_llm()
+    two = make_llm(target=one.target, speculative_config=None)
+    wanted = params(max_tokens=80)
+    plain = two.generate("abc abc", wanted)[0].outputs[0].text
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            found = pool.map(lambda llm: llm.generate("abc abc", wanted), (one, two))
+            assert [results[0].outputs[0].text for results in found] == [plain] * 2
+
+
+NO_INTEGER: list = ["5", [1], 1.5, True, {}, 10**30, 10**5000, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_model_len", NO_INTEGER),
+        ("max_num_seqs", NO_INTEGER),
+        ("max_num_batched_tokens", NO_INTEGER),
+        ("kv_cache_tokens", NO_INTEGER),
+        ("dtype", [["x"], 5, None, True]),
+        ("device", [True, 1.5, [1], None]),
+        ("seed", [[1], "cuda", 1.5, True, 10**30]),
+        ("deterministic", ["5", 1, []]),
+        ("eos_token_ids", ["2", 1.5, True, [1.5], ["a"], {}, [-1], [None]]),
+        ("tokenizer", ["name"]),
+        ("target", ["name", 5, FakeTarget]),
+        ("speculative_config", [5, 1.5, True, {1}, b"auto", object(), {1: 2}, [None], [[]]]),
+    ],
+)
+def test_an_argument_of_a_wrong_type_or_size_is_one_sentence(name, values):
+    for value in values:
+        with pytest.raises(ConfigError) as error:
+            make_llm(**{name: value})
+        assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+        assert name in str(error.value) or name == "speculative_config"
+
+
+def test_a_wrong_config_is_refused_before_a_model_is_looked_for():
+    for config in ({"method": "lokup"}, {"method": "lookup", "min_survival": "5"}, [{"a": 1}]):
+        with pytest.raises(ConfigError):
+            LLM("no/such/model", speculative_config=config)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM("no/such/model", max_num_seqs=0)
+
+
+def test_one_id_may_end_a_text():
+    assert make_llm(eos_token_ids=2).eos_token_ids == (2,)
+    assert make_llm(eos_token_ids=np.array([2, 3])).eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(
+            {"prompt_token_ids": ids}
+            for ids in (5, [[1], [2, 3]], "ab", {1}, [None], 1.5, [10**30])
+        ),
+        *({"prompt_token_ids": ids} for ids in ([1, "a"], [True], [[]], {1: 2}, 1.5, object())),
+        {1: 2, "a": 3},
+        {"prompt": 5, "prompt_token_ids": [1]},
+        {},
+    ],
+)
+def test_a_prompt_of_a_wrong_type_is_one_sentence(prompt):
+    llm = make_llm()
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(PromptError) as error:
+            call(prompt)
+        assert len(str(error.value)) < 300
+    assert idle(llm)

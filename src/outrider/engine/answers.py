@@ -16,6 +16,7 @@ from outrider.checks import shown
 from outrider.drafting.source import Draft
 from outrider.errors import SourceError
 
+INFINITY = math.inf
 PROBS_TOLERANCE = 1e-3  # of the sum of a distribution: float32 rounding over 10**5 ids is 1e-5
 
 
@@ -58,20 +59,20 @@ def _is_plain(draft: Any) -> bool:
     ids, confidence, parents = draft.token_ids, draft.confidence, draft.parents
     if not (type(ids) is type(confidence) is type(parents) is list):
         return False
-    if not ids:
-        return not confidence and not parents
     try:
         if type(sum(ids)) is not int:
             return False
         if confidence and not (
-            len(confidence) == len(ids) and min(confidence) >= 0 and sum(confidence) < math.inf
+            len(confidence) == len(ids) and min(confidence) >= 0 and sum(confidence) < INFINITY
         ):
             return False
-        return not parents or (
-            len(parents) == len(ids)
-            and type(sum(parents)) is int
-            and all(-1 <= parent < i for i, parent in enumerate(parents))
-        )
+        if parents:
+            if len(parents) != len(ids) or type(sum(parents)) is not int:
+                return False
+            for index, parent in enumerate(parents):
+                if not -1 <= parent < index:
+                    return False
+        return True
     except (TypeError, ValueError):  # strings, None, lists; arrays have no truth
         return False
 
