@@ -416,6 +416,18 @@ def test_speed_only_is_said_above_everything(tmp_path: Path) -> None:
     assert "By kind of prompt" not in text
 
 
+def test_without_matplotlib_a_report_has_its_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.bench.report.can_plot", lambda: False)
+    study = whole_study()
+    study.provenance["load_average"] = [3.0, 1.0, 1.0]
+    write_report(study, tmp_path / "one.html")
+    page = (tmp_path / "one.html").read_text()
+    assert "<svg" not in page and "How much faster" in page
+    assert "the machine was busy at the start (load average 3.0)" in page
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_whole(tmp_path / "new" / "a.json", "{}")
     assert (tmp_path / "new" / "a.json").read_text() == "{}"

@@ -1,6 +1,7 @@
 """Peers: turns with runners that work, fail and die; what is made of their answers."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -153,6 +154,29 @@ def _state(pid: int) -> str:
     return state
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_stopped_runner_ends_with_its_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "runner.py").write_text(RUNNER)
+    parent = f"""
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, {str(tmp_path / "runner.py")!r}],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+child.stdin.write(b'{{"options": {{"how": "works"}}}}\\n')
+child.stdin.flush()
+child.stdout.readline()
+os.kill(child.pid, signal.SIGSTOP)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
+    stat = Path(f"/proc/{int(done.stdout)}/stat")
+    for _ in range(100):
+        if not stat.exists() or stat.read_text().rsplit(") ", 1)[1][0] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail(f"the runner lives: {stat.read_text()}")
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [("refuses", "X, refuses: ValueError: no such format"), ("hangs", "no answer within 1 s")],
@@ -248,7 +272,7 @@ def test_rates_and_ratios() -> None:
     result = comparison()
     other, chat, both = columns(result)
     assert [c.name for c in (other, chat, both)] == [
-        "batch 1, other kinds",
+        "batch 1, all but chat",
         "batch 1, chat",
         "batch 2",
     ]
@@ -261,7 +285,7 @@ def test_rates_and_ratios() -> None:
     found = ratio(ours, best, other)
     assert found is not None and found.median == pytest.approx(1.6)
     assert headline(result).startswith(
-        "outrider over the fastest bf16 peer. batch 1, other kinds: 1.60× (OpenVINO GenAI, plain)"
+        "outrider over the fastest bf16 peer. batch 1, all but chat: 1.60× (OpenVINO GenAI, plain)"
     )
     table = ratios(result)
     assert table is not None and [row[0] for row in table.rows] == [

@@ -75,7 +75,7 @@ def pairs_of_bars(
                 axes.plot([value.low, value.high], [row - offset] * 2, color="#24292f", lw=1.2)
         if slow is not None and fast is not None:
             end = max(fast.high, slow.high)
-            axes.text(end, row, f" {times(ratio)}", va="center", fontweight="bold")
+            label(axes, end, row, times(ratio), fontweight="bold")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -83,6 +83,11 @@ def pairs_of_bars(
     axes.tick_params(axis="y", length=0)
     handles = [axes.barh(0, 0, color=colour) for colour in (PLAIN, SPECULATIVE)]
     axes.legend(handles, ("plain", "speculative"), loc="lower left", ncols=2, bbox_to_anchor=(0, 1))
+
+
+def label(axes: "Axes", x: float, y: float, text: str, **style: Any) -> None:
+    """Text to the right of a bar; a space before it would be lost in an SVG."""
+    axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", **style)
 
 
 def _speedups(axes: "Axes", study: Study) -> None:
@@ -114,8 +119,8 @@ def _positions(axes: "Axes", study: Study) -> None:
             )
             places = [i + 1 for i, (_, drafted) in enumerate(pairs) if drafted]
             shares = [100 * kept / drafted for kept, drafted in pairs if drafted]
-            label = f"{source.name}, {case_name(one)}"
-            axes.plot(places, shares, "o-", ms=4, color=LINES[number % len(LINES)], label=label)
+            name = f"{source.name}, {case_name(one)}"
+            axes.plot(places, shares, "o-", ms=4, color=LINES[number % len(LINES)], label=name)
             number += 1
     axes.set_xlabel("place in the draft")
     axes.set_ylabel("kept of submitted, %")

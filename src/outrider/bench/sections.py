@@ -1,5 +1,6 @@
 """What a report says, as sections of words and tables, before it becomes HTML or Markdown."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from outrider.bench.summary import Kind, Measurement
 from outrider.bench.timing import Spread
 
 NOTHING = "–"
+BUSY_LOAD = 0.5  # processes waiting for a core before we began, over the last minute
 
 
 @dataclass(slots=True)
@@ -68,6 +70,22 @@ def number(value: float | None, form: str = "{:.2f}") -> str:
     return NOTHING if value is None else form.format(value)
 
 
+def counted(count: int, thing: str) -> str:
+    """``1 round``, ``3 rounds``."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def busy(provenance: dict[str, Any]) -> list[str]:
+    """A warning where others used the machine when the measuring began."""
+    load = (provenance.get("load_average") or [0.0])[0]
+    if load < BUSY_LOAD:
+        return []
+    return [
+        f"the machine was busy at the start (load average {load:.1f}): trust ratios more than "
+        "speeds, and measure again"
+    ]
+
+
 def case_name(one: Measurement) -> str:
     """What sets this measurement apart: ``batch 8``, ``batch 1, acceptance 0.8``."""
     name = f"batch {one.batch}"
@@ -104,15 +122,17 @@ def _speed(study: Study) -> Section:
         "Throughput counts all output tokens over the wall time, prompts included. Decoding is the "
         "speed of one request after its first token, without text that loops. Tokens per forward "
         "says how many tokens one forward of the target gave a request: plain decoding gives one. "
-        f"Medians over {study.settings.rounds} rounds with {_range_name(study)} in parentheses."
+        f"Medians over {counted(study.settings.rounds, 'round')} with {_range_name(study)} in "
+        "parentheses."
     )
-    unfilled = [
+    details = busy(study.provenance)
+    details += [
         f"{case_name(one)}: on average {one.speculative.mean_batch:.1f} requests were decoded at "
         "the same time, fewer than the batch size while the last answers run out"
         for one in study.measurements
         if one.speculative.mean_batch < 0.8 * one.batch
     ]
-    return Section("How much faster", words, Table(header, rows), "speedups", unfilled)
+    return Section("How much faster", words, Table(header, rows), "speedups", details)
 
 
 def _range_name(study: Study) -> str:
@@ -288,13 +308,13 @@ def _method(study: Study) -> Section:
     facts: dict[str, Any] = {
         "model": f"{target['name']}, {target['dtype']} on {target['device']}, "
         f"{'deterministic' if target['deterministic'] else 'not deterministic'}",
-        "drafts": study.speculative_config,
-        "prompts": f"{study.workload['num_prompts']} ({_counted(study.workload['categories'])}), "
+        "drafts": json.dumps(study.speculative_config),
+        "prompts": f"{study.workload['num_prompts']} ({_listed(study.workload['categories'])}), "
         f"{inputs[0]} to {inputs[1]} tokens",
         "answers": f"at most {settings.max_tokens} tokens"
         + (", going on after the end of text" if settings.ignore_eos else "")
         + f"; {sampling}, seed {settings.seed}",
-        "rounds": f"{settings.rounds}; plain and speculative take turns, and both start every "
+        "rounds": f"{settings.rounds}: plain and speculative take turns, and both start every "
         "round anew: no source has met a prompt before, warm-up prompts are others",
         "machine": f"{about.get('cpu')}, {about.get('threads')} threads, load "
         f"{(about.get('load_average') or [float('nan')])[0]:.1f} at the start",
@@ -306,7 +326,7 @@ def _method(study: Study) -> Section:
     return Section("How it was measured", "", Table([], rows), details=study.workload["notes"])
 
 
-def _counted(categories: dict[str, int]) -> str:
+def _listed(categories: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in categories.items())
 
 

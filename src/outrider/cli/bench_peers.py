@@ -57,6 +57,7 @@ def peers(
     from outrider.bench.peers.compare import PeerSettings, compare_peers
     from outrider.bench.peers.spec import OURSELVES, find_peer
     from outrider.bench.peers.spec import peers as all_peers
+    from outrider.bench.provenance import provenance
     from outrider.bench.workload import read_workload
 
     names = [name for name in all_peers() if name != OURSELVES]
@@ -73,8 +74,10 @@ def peers(
     prompts = read_workload(workload or (), category or (), limit)
     wanted = names if install and "all" in install else install or []
     _install([find_peer(name) for name in wanted])
+    about = provenance(settings.num_threads)
     with _peer_progress() as (show, done):
         result = compare_peers(chosen, model, prompts, settings, show, done)
+    result.provenance = about
     _write_peers(result, options)
 
 
@@ -116,11 +119,10 @@ def _write_peers(result: "Comparison", options: ReportOptions) -> None:
 
     from outrider.bench.peers.compare import as_json
     from outrider.bench.peers.report import headline, ratios, speeds, write_peer_report
-    from outrider.bench.provenance import provenance, write_whole
+    from outrider.bench.provenance import write_whole
     from outrider.bench.terminal import show_table
     from outrider.cli.console import messages, output
 
-    result.provenance = provenance(result.settings.num_threads)
     written = [options.beside(".json")]
     write_whole(written[0], json.dumps(as_json(result), ensure_ascii=False))
     if options.report != "none":

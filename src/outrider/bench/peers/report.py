@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.bench.peers.compare import BF16, Comparison, Decoded
-from outrider.bench.plots import PLAIN, SPECULATIVE, svg
+from outrider.bench.plots import PLAIN, SPECULATIVE, label, svg
 from outrider.bench.provenance import write_whole
 from outrider.bench.repetition import loop_start
 from outrider.bench.report import as_html, write_markdown
-from outrider.bench.sections import NOTHING, Section, Table, times, with_spread
+from outrider.bench.sections import NOTHING, Section, Table, busy, counted, times, with_spread
 from outrider.bench.timing import Spread, spread
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def columns(result: Comparison) -> list[Column]:
     found = []
     for batch in result.settings.batches:
         if batch == 1 and open_text and open_text != every:
-            found.append(Column("batch 1, other kinds", 1, every - open_text))
+            found.append(Column(f"batch 1, all but {OPEN_TEXT}", 1, every - open_text))
             found.append(Column(f"batch 1, {OPEN_TEXT}", 1, open_text))
         else:
             found.append(Column(f"batch {batch}", batch, every))
@@ -138,9 +138,10 @@ def sections(result: Comparison) -> list[Section]:
             f"New tokens per second over the wall time of the calls, prompts included. Everybody "
             f"got the same token ids and decoded greedily {length} {settings.max_tokens} tokens on "
             f"{settings.num_threads} threads, taking turns call by call; medians over "
-            f"{settings.rounds} rounds. Differences under 15 % are noise on most machines.",
+            f"{counted(settings.rounds, 'round')}. Differences under 15 % are noise on most "
+            "machines.",
             speeds(result),
-            details=result.notes,
+            details=[*busy(result.provenance), *result.notes],
         )
     ]
     parts += [
@@ -255,7 +256,7 @@ def _bars(result: Comparison, column: Column) -> str:
             colour = SPECULATIVE if one.side.peer.is_ours else PLAIN
             axes.barh(row, value.median, 0.62, color=colour)
             axes.plot([value.low, value.high], [row, row], color="#24292f", lw=1.2)
-            axes.text(value.high, row, f" {value.median:.0f}", va="center")
+            label(axes, value.high, row, f"{value.median:.0f}")
         axes.set_yticks(range(len(measured)), [one.side.name for one, _ in measured])
         axes.invert_yaxis()
         axes.margins(x=0.1)

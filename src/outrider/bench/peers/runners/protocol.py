@@ -6,13 +6,17 @@ is decoded greedily in one call and answered with new token ids and the seconds 
 Whatever else a library prints goes to stderr.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
 from typing import Any
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 TokenIds = list[int]
 # Given prompts, most new tokens, and whether to go on after the end of text: the new tokens.
@@ -21,6 +25,7 @@ Decode = Callable[[Sequence[TokenIds], int, bool], list[TokenIds]]
 
 def serve(load: Callable[[dict[str, Any]], Decode], packages: Sequence[str]) -> None:
     """Load what the job says, then answer requests until stdin ends."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -54,6 +59,12 @@ def _decoded(decode: Decode, request: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": perf_counter() - started, "token_ids": token_ids}
     except Exception as error:  # one prompt that fails leaves the others their turn
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _end_with_parent() -> None:
+    """A runner is mostly stopped; nobody would wake and end it after its parent was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _version(name: str) -> str | None:
