@@ -44,7 +44,14 @@ def show_table(console: "Console", table: Table, title: str = "") -> None:
     from rich import box
     from rich.table import Table as RichTable
 
-    shown = RichTable(title=title, title_justify="left", title_style="dim", box=box.SIMPLE_HEAD)
+    shown = RichTable(
+        title=title,
+        title_justify="left",
+        title_style="dim",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
     for index, name in enumerate(table.header):
         justify = "left" if index == 0 else "right"
         header = "\n".join(wrap(name, HEADER_WIDTH))
