@@ -41,15 +41,14 @@ def show(console: "Console", study: Study) -> None:
 
 def show_table(console: "Console", table: Table, title: str = "") -> None:
     """One table; headers break at spaces so that it stays narrow."""
-    from rich import box
     from rich.table import Table as RichTable
 
     shown = RichTable(
         title=title,
         title_justify="left",
-        title_style="dim",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
+        title_style="bold",
+        header_style="dim",
+        box=None,
         pad_edge=False,
     )
     for index, name in enumerate(table.header):
@@ -58,6 +57,7 @@ def show_table(console: "Console", table: Table, title: str = "") -> None:
         shown.add_column(header, justify=justify, vertical="bottom", no_wrap=True)
     for row in table.rows:
         shown.add_row(*row)
+    console.print()
     console.print(shown)
 
 
