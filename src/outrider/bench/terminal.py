@@ -11,7 +11,7 @@ from outrider.bench.timing import Spread
 if TYPE_CHECKING:
     from rich.console import Console
 
-HEADER_WIDTH = 8  # so that the tables fit in 80 columns
+HEADER_WIDTH = 7  # so that the tables fit in 80 columns
 
 
 def show(console: "Console", study: Study) -> None:
