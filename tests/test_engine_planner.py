@@ -10,6 +10,8 @@ from outrider.policy.feedback import DraftOutcome, record
 from outrider.policy.planner import EXPLORE_EVERY, Planner
 from outrider.results import SpeculativeMetrics
 
+pytestmark = pytest.mark.measured_costs
+
 
 def make_planner(per_row: float, base: float = 0.010, **options) -> Planner:
     """A planner that has measured steps of `base` seconds and `per_row` per further row."""
