@@ -326,8 +326,12 @@ def test_libraries_and_variables_reach_the_peer(
 
 def test_a_missing_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(install, "cache_dir", lambda kind: tmp_path / kind)
+    broken = tmp_path / "python3.99"  # as pyenv's are that are not switched on
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     peer = Peer(name="z", title="Z", script="", model="any", variants={}, python="3.99")
-    with pytest.raises(ConfigError, match=r"Z needs python3\.99, which is not on the PATH"):
+    with pytest.raises(ConfigError, match=r"Z needs python3\.99, which was not found"):
         install.install(peer, lambda line: None)
 
 

@@ -96,10 +96,20 @@ def _base_python(peer: Peer) -> str:
     """A Python that can run the peer: ours, or one of the version it needs."""
     if not peer.python or sys.version_info[:2] == tuple(map(int, peer.python.split("."))):
         return sys.executable
-    found = shutil.which(f"python{peer.python}")
-    if found is None:
-        raise ConfigError(f"{peer.title} needs python{peer.python}, which is not on the PATH")
-    return found
+    name = f"python{peer.python}"
+    # pyenv puts a stand-in on the PATH that fails where the version is not switched on.
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for path in (shutil.which(name), *sorted(pyenv.glob(f"{peer.python}.*/bin/{name}"))):
+        if path is not None and _works(str(path)):
+            return str(path)
+    raise ConfigError(f"{peer.title} needs {name}, which was not found on this machine")
+
+
+def _works(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", "import venv"], capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def _run(command: list[str], show: Callable[[str], None], extra: Mapping[str, str]) -> str:
