@@ -57,13 +57,20 @@ def times(value: Spread | None) -> str:
     return NOTHING if value is None else f"{value.median:.2f}×"
 
 
-def with_spread(value: Spread | None, form: str = "{:.0f}", factor: float = 1.0) -> str:
+def with_spread(
+    value: Spread | None, form: str = "{:.0f}", factor: float = 1.0, unit: str = ""
+) -> str:
     """Median and range: ``61 (58–63)``."""
     if value is None:
         return NOTHING
     low, high = form.format(factor * value.low), form.format(factor * value.high)
     middle = form.format(factor * value.median)
-    return middle if low == high else f"{middle} ({low}–{high})"
+    return middle + unit if low == high else f"{middle}{unit} ({low}–{high})"
+
+
+def ratio(value: Spread | None) -> str:
+    """A ratio with its range: ``1.84× (1.80–1.91)``."""
+    return with_spread(value, "{:.2f}", unit="×")
 
 
 def number(value: float | None, form: str = "{:.2f}") -> str:
@@ -100,11 +107,10 @@ def _speed(study: Study) -> Section:
             case_name(one),
             with_spread(one.plain.tokens_per_second),
             with_spread(one.speculative.tokens_per_second),
-            with_spread(one.speedup, "{:.2f}×"),
-            with_spread(one.decode_speedup, "{:.2f}×"),
+            ratio(one.speedup),
+            ratio(one.decode_speedup),
             number(one.acceptance_length),
-            with_spread(one.plain.first_token_seconds, "{:.0f}", 1e3),
-            with_spread(one.speculative.first_token_seconds, "{:.0f}", 1e3),
+            " / ".join(f"{1e3 * side.first_token_seconds.median:.0f}" for side in one.sides),
         ]
         for one in study.measurements
     ]
@@ -115,13 +121,13 @@ def _speed(study: Study) -> Section:
         "throughput",
         "decoding",
         "tokens per forward",
-        "first token plain, ms",
-        "first token speculative, ms",
+        "first token, ms",
     ]
     words = (
         "Throughput counts all output tokens over the wall time, prompts included. Decoding is the "
         "speed of one request after its first token, without text that loops. Tokens per forward "
         "says how many tokens one forward of the target gave a request: plain decoding gives one. "
+        "The first token's time is given for plain and speculative decoding. "
         f"Medians over {counted(study.settings.rounds, 'round')} with {_range_name(study)} in "
         "parentheses."
     )
@@ -148,7 +154,7 @@ def _kinds(one: Measurement) -> Section:
             str(kind.num_prompts),
             with_spread(kind.plain),
             with_spread(kind.speculative),
-            with_spread(kind.speedup, "{:.2f}×"),
+            ratio(kind.speedup),
             number(kind.acceptance_length),
             number(kind.draft_acceptance_rate, "{:.0%}"),
         ]
@@ -245,7 +251,7 @@ def _contexts(study: Study) -> Section:
             f"{one.context_tokens}",
             with_spread(one.plain.decode_tokens_per_second),
             with_spread(one.speculative.decode_tokens_per_second),
-            with_spread(one.decode_speedup, "{:.2f}×"),
+            ratio(one.decode_speedup),
             number(one.acceptance_length),
             with_spread(one.speculative.first_token_seconds, "{:.2f}"),
         ]

@@ -84,6 +84,10 @@ class Measurement:
     context_tokens: int | None = None  # of a context-length sweep
     forced_acceptance: float | None = None  # of a speed-only run
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.plain, self.speculative
+
 
 def summarise(measured: Measured, categories: Sequence[str], lengths: Sequence[int]) -> Measurement:
     """The numbers of one batch size.

@@ -3,7 +3,7 @@
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from outrider.bench.sections import Table, case_name, headline, number, times, with_spread
+from outrider.bench.sections import Table, case_name, headline, number, ratio, times
 from outrider.bench.study import Study
 from outrider.bench.summary import Kind, Measurement
 from outrider.bench.timing import Spread
@@ -68,7 +68,7 @@ def _speeds(many: list[Measurement]) -> Table:
             case_name(one),
             f"{one.plain.tokens_per_second.median:.0f}",
             f"{one.speculative.tokens_per_second.median:.0f}",
-            with_spread(one.speedup, "{:.2f}×"),
+            ratio(one.speedup),
             times(one.decode_speedup),
             number(one.acceptance_length),
             f"{1e3 * one.speculative.first_token_seconds.median:.0f}",
@@ -85,7 +85,7 @@ def _contexts(many: list[Measurement]) -> Table:
             str(one.context_tokens),
             _median(one.plain.decode_tokens_per_second),
             _median(one.speculative.decode_tokens_per_second),
-            with_spread(one.decode_speedup, "{:.2f}×"),
+            ratio(one.decode_speedup),
             number(one.acceptance_length),
             f"{1e3 * one.speculative.first_token_seconds.median:.0f}",
         ]
@@ -102,7 +102,7 @@ def _kinds(kinds: list[Kind]) -> Table:
             str(kind.num_prompts),
             _median(kind.plain),
             _median(kind.speculative),
-            with_spread(kind.speedup, "{:.2f}×"),
+            ratio(kind.speedup),
             number(kind.acceptance_length),
             number(kind.draft_acceptance_rate, "{:.0%}"),
         ]

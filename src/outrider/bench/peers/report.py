@@ -10,6 +10,7 @@ from outrider.bench.provenance import write_whole
 from outrider.bench.repetition import loop_start
 from outrider.bench.report import as_html, write_markdown
 from outrider.bench.sections import NOTHING, Section, Table, busy, counted, times, with_spread
+from outrider.bench.sections import ratio as ratio_text
 from outrider.bench.timing import Spread, spread
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def ratios(result: Comparison) -> Table | None:
     if ours is None:
         return None
     rows = [
-        [one.side.name, *(with_spread(ratio(ours, one, c), "{:.2f}×") for c in shown)]
+        [one.side.name, *(ratio_text(ratio(ours, one, c)) for c in shown)]
         for one in result.decoded
         if one is not ours
     ]
