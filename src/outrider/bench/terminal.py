@@ -53,7 +53,8 @@ def show_table(console: "Console", table: Table, title: str = "") -> None:
     )
     for index, name in enumerate(table.header):
         justify = "left" if index == 0 else "right"
-        header = "\n".join(wrap(name, HEADER_WIDTH, break_on_hyphens=False))
+        lines = wrap(name, HEADER_WIDTH, break_on_hyphens=False) if index else [name]
+        header = "\n".join(lines)
         shown.add_column(header, justify=justify, vertical="bottom", no_wrap=True)
     for row in table.rows:
         shown.add_row(*row)
