@@ -18,13 +18,12 @@ struct LayerSpec {  // mirrored in outrider/target/native.py; null pointers: not
     const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm, *query_norm, *key_norm;
     const float *rope;  // [position][2][rope_dim / 2]: cosines, then sines
     int window;         // 0: the whole context
-    int unused;
 };
 
 struct ModelSpec {  // mirrored in outrider/target/native.py
     int layers, hidden, intermediate, vocab, padded_vocab, heads, kv_heads, head_dim, rope_dim, is_bf16,
-        use_gelu, unused;
-    float epsilon, query_scale, attention_softcap, logits_softcap, embedding_scale, unused_float;
+        use_gelu;
+    float epsilon, query_scale, attention_softcap, logits_softcap, embedding_scale;
     const void *embedding;  // [vocab][H], not packed
     const void *lm_head;    // packed tiles, padded_vocab outputs
     const float *final_norm;

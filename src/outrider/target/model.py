@@ -19,6 +19,7 @@ from outrider.target.attention import (
     paged_attention,
 )
 from outrider.target.base import PAGE_SIZE, ForwardBatch, ForwardOutput
+from outrider.target.rope import rope_types
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -257,13 +258,6 @@ def why_not(model: "PreTrainedModel") -> str | None:
                 "so one request would change another"
             )
     return None
-
-
-def rope_types(config: Any) -> set[str]:
-    """Kinds of position scaling a configuration names, over all its layer types."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    tables = [t for t in (rope, *rope.values()) if isinstance(t, dict)]
-    return {str(t.get("rope_type", t.get("type", "default"))) for t in tables}
 
 
 def text_config(config: Any) -> Any:

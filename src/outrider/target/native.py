@@ -39,7 +39,6 @@ class _LayerSpec(ctypes.Structure):  # LayerSpec of native/forward.cpp
     _fields_ = (
         *((name, _P) for name in (*_PLACES, *_NORMS, "rope")),
         ("window", ctypes.c_int),
-        ("unused", ctypes.c_int),
     )
 
 
@@ -49,14 +48,14 @@ class _ModelSpec(ctypes.Structure):  # ModelSpec of native/forward.cpp
             (name, ctypes.c_int)
             for name in (
                 *("layers", "hidden", "intermediate", "vocab", "padded_vocab", "heads"),
-                *("kv_heads", "head_dim", "rope_dim", "is_bf16", "use_gelu", "unused"),
+                *("kv_heads", "head_dim", "rope_dim", "is_bf16", "use_gelu"),
             )
         ),
         *(
             (name, ctypes.c_float)
             for name in (
                 *("epsilon", "query_scale", "attention_softcap", "logits_softcap"),
-                *("embedding_scale", "unused_float"),
+                "embedding_scale",
             )
         ),
         ("embedding", _P),

@@ -13,15 +13,20 @@ def rope_parameters(config: Any, layer_kind: str) -> dict[str, Any]:
     return parameters.get(layer_kind, parameters)
 
 
+def rope_types(config: Any) -> set[str]:
+    """Kinds of position scaling a configuration names, over all its layer types."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    tables = [t for t in (rope, *rope.values()) if isinstance(t, dict)]
+    return {str(t.get("rope_type", t.get("type", "default"))) for t in tables}
+
+
 def why_not_exact(config: Any) -> str | None:
     """The reason angles depend on more than the position, or None.
 
     Dynamic and longrope scaling look at the longest text of the batch, so that a request's
     angles would change with its neighbours.
     """
-    nested = [p for p in config.rope_parameters.values() if isinstance(p, dict)]
-    for parameters in nested or [config.rope_parameters]:
-        kind = parameters.get("rope_type", "default")
+    for kind in sorted(rope_types(config)):
         if kind not in EXACT_TYPES:
             return f"position scaling {kind!r} is not a function of the position alone"
     return None
