@@ -127,7 +127,9 @@ class Calibration:
     def confidence(self, seat: int, cell: int) -> float:
         divided = cell % NUM_EVIDENCE >= FIRST_DIVIDED
         failure = (1 - self.table[cell]) * self.factors[seat, int(divided)]
-        return float(1 - min(MAX_FAILURE, max(MIN_FAILURE, failure)))
+        # In float32 as in automaton.cpp: in double, a chance of 1 - MAX_FAILURE lies on the other
+        # side of a least survival of 0.02.
+        return float(np.float32(1) - np.float32(min(MAX_FAILURE, max(MIN_FAILURE, failure))))
 
     def observe(self, seat: int, cells: Sequence[int], outcome: Outcome) -> None:
         """Learn from a chain whose cells these are."""
