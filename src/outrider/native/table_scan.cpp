@@ -40,13 +40,16 @@ struct Run {
         read(i, &window, 1);
         return window;
     }
-    void read(int64_t first, Window *to, int64_t n) const {
+    // False, and `to` as it was, where the file ends early.
+    bool read(int64_t first, Window *to, int64_t n) const {
         if (file < 0) {
             std::copy_n(memory + first, n, to);
-        } else if (pread(file, to, n * sizeof(Window), first * int64_t(sizeof(Window))) != n * int64_t(sizeof(Window))) {
-            std::fill_n(to, n, Window{});
-            reading_failed = true;
+            return true;
         }
+        const int64_t bytes = n * int64_t(sizeof(Window));
+        if (pread(file, to, bytes, first * int64_t(sizeof(Window))) == bytes) return true;
+        reading_failed = true;
+        return false;
     }
     // First window whose last token is at least `token`.
     int64_t first_of(uint64_t token, const WindowShape &shape) const {
@@ -66,9 +69,8 @@ public:
     Merged(const Run *runs, int num_runs, uint64_t first, uint64_t end, const WindowShape &shape) {
         for (int r = 0; r < num_runs; r++) {
             Reader reader{runs + r, runs[r].first_of(first, shape), runs[r].first_of(end, shape), nullptr, 0, 0};
-            if (reader.place < reader.end) readers.push_back(std::move(reader));
+            if (reader.place < reader.end && reader.fill()) readers.push_back(std::move(reader));
         }
-        for (auto &reader : readers) reader.fill();
         heapify();
     }
 
@@ -91,17 +93,17 @@ private:
         int64_t used, filled;
 
         const Window &front() const { return run->file < 0 ? run->memory[place] : buffer[used]; }
-        void fill() {
-            if (run->file < 0) return;
+        // False at the end of what can be read.
+        bool fill() {
+            if (run->file < 0) return true;
             if (!buffer) buffer = std::make_unique<Window[]>(kBuffer);
             used = 0;
             filled = std::min(kBuffer, end - place);
-            run->read(place, buffer.get(), filled);
+            return run->read(place, buffer.get(), filled);
         }
         bool advance() {
             if (++place >= end) return false;
-            if (run->file >= 0 && ++used == filled) fill();
-            return true;
+            return run->file < 0 || ++used < filled || fill();
         }
     };
     std::vector<Reader> readers;  // a heap, the smallest window first
