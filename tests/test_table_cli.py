@@ -172,7 +172,7 @@ def test_wrong_options_are_refused(
         ("--key-lengths", "1,7"): "different numbers from 1 to 6, as 1,2,4, got '1,7'",
         ("--key-lengths", "1,1"): "got '1,1'",
         ("--max-bytes", "15X"): "a number with K, M or G behind it, got '15X'",
-        ("--memory", "1M"): "at least",
+        ("--memory", "1M"): "--memory must be at least",
         ("--max-bytes", "1K"): "the maximum is 1024",
     }.items():
         assert message in refused(monkeypatch, capsys, *build, *options)

@@ -1,6 +1,7 @@
 """`outrider table`: build, look into, judge, merge and prune draft tables."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,14 +90,14 @@ def build(
     from outrider.tables.records import Settings
 
     settings = Settings(_key_lengths(key_lengths), min_count, num_ranks=ranks)
-    most, room = _bytes(max_bytes), _bytes(memory)
-    assert room is not None
+    most, most_memory = _bytes(max_bytes), _bytes(memory)
+    assert most_memory is not None
     source = files.corpus(corpus)
     paths = source.files()
     tokenizer = _tokenizer(model)
-    own = _resident_bytes()
+    room = _room(most_memory)
     with TableBuilder(
-        tokenizer.vocab_size, tokenizer.fingerprint, settings, room - own, temporary
+        tokenizer.vocab_size, tokenizer.fingerprint, settings, room, temporary
     ) as builder:
         _take_in(builder, paths, tokenizer)
         built = _finish(builder, output, _provenance(source, paths), most)
@@ -380,6 +381,20 @@ def _bytes(text: str | None) -> int | None:
     if unit not in UNITS or not number.replace(".", "", 1).isdigit():
         raise TableError(f"a size must be a number with K, M or G behind it, got {text!r}")
     return int(float(number) * UNITS[unit])
+
+
+def _room(most: int) -> int:
+    """What a build may take of `most` bytes of memory, beside what the process has already."""
+    from outrider.tables.build import MIN_MEMORY
+
+    own = _resident_bytes()
+    if most - own < MIN_MEMORY:
+        least, given = (math.ceil(size / UNITS["M"]) for size in (own + MIN_MEMORY, most))
+        raise TableError(
+            f"--memory must be at least {least}M (the program takes {own // UNITS['M']}M, a build "
+            f"{MIN_MEMORY // UNITS['M']}M), got {given}M"
+        )
+    return most - own
 
 
 def _resident_bytes() -> int:

@@ -8,14 +8,9 @@ namespace {
 
 const float kNever = -std::numeric_limits<float>::infinity();
 
-// Keys of a run of pages follow each other in memory; values are asked for while their keys are
-// multiplied. Without both, a step over 512 tokens waits for memory half of its attention time.
+// Keys of a run of pages follow each other in memory; the values of a page are asked for while its
+// keys are multiplied. Without both, a step over 512 tokens waits for memory half of its attention time.
 constexpr long kKeysAhead = 4 << 10;
-
-template <class E>
-void prefetch_page(const E *page, long elements) {
-    for (long i = 0; i < elements; i += 64 / long(sizeof(E))) __builtin_prefetch(page + i);
-}
 
 // A partial or folded result of one query: [maximum, sum, values...].
 void fold(float *into, const float *partial, int head_dim) {
@@ -41,7 +36,7 @@ void AttentionPlan::build(const Batch &batch, const AttentionShape &shape, int t
     tiles.clear();
     items.clear();
     partials = 0;
-    int most = std::max(1, kMaxRows / shape.group());
+    int most = std::max(1, kMaxQueries / shape.group());
     for (int b = 0; b < batch.requests; b++) {
         int step = batch.is_tree[b] ? 1 : most;  // every tree row has a tail of its own
         for (int row = batch.row_starts[b]; row < batch.row_starts[b + 1]; row += step) {
@@ -70,7 +65,7 @@ void Attention<E>::prepare(const Batch &batch, const AttentionShape &shape, int 
     shape_ = shape;
     plan_.build(batch, shape, threads);
     scratch_.resize(threads);
-    int queries = std::max(kMaxRows, shape.group());
+    int queries = std::max(kMaxQueries, shape.group());
     for (Scratch &s : scratch_) {
         s.scores.resize(queries * kSegment);
         s.weights.resize(queries * kSegment);
@@ -169,22 +164,22 @@ void Attention<E>::segment_partial(Scratch &s, const Job &job, int segment, floa
     find_pages(s, job, span);
 
     for (int j = 0, tiles = 1; j < span.pages(); j += tiles) {
-        // Two pages of a run lie like two tiles of one matrix.
-        bool run = j + 1 < span.pages() && s.key_pages[j + 1] == s.key_pages[j] + shape_.page_elements();
-        tiles = run ? 2 : 1;
-        for (int t = 0; t < tiles; t++) prefetch_page(s.value_pages[j + t], shape_.page_elements());
+        tiles = std::min(2, span.pages() - j);
+        const long next_page = tiles == 2 ? s.key_pages[j + 1] - s.key_pages[j] : 0;
+        const long to_values = long(sizeof(E)) * (s.value_pages[j] - s.key_pages[j]);
         for (int m = 0; m < count; m += kMaxRows)
-            multiply(std::min(kMaxRows, count - m), tiles, job.queries + long(m) * dim, dim, 0,
-                     &s.key_pages[j], 1, dim, &s.scores[m * kSegment + j * kPage], kSegment,
-                     m == 0 ? kKeysAhead : 0);
+            multiply<E>(std::min(kMaxRows, count - m), tiles,
+                        {job.queries + long(m) * dim, dim, 0, &s.key_pages[j], 1, dim, next_page,
+                         &s.scores[m * kSegment + j * kPage], kSegment, m == 0 ? kKeysAhead : 0,
+                         m == 0 ? to_values : 0});
     }
     for (int m = 0; m < count; m++) weigh(s, job, span, m, partial + m * stride());
     for (int d = 0; d < dim; d += 2 * kLanes) {
         for (int j = 0; j < span.pages(); j++) s.blocks[j] = s.value_pages[j] + long(d) * kPage;
         for (int m = 0; m < count; m += kMaxRows)
-            multiply(std::min(kMaxRows, count - m), std::min(2, (dim - d) / kLanes),
-                     &s.weights[m * kSegment], kSegment, kPage, s.blocks, span.pages(), kPage,
-                     partial + long(m) * stride() + 2 + d, stride());
+            multiply<E>(std::min(kMaxRows, count - m), std::min(2, (dim - d) / kLanes),
+                        {&s.weights[m * kSegment], kSegment, kPage, s.blocks, span.pages(), kPage,
+                         long(kPage) * kLanes, partial + long(m) * stride() + 2 + d, stride()});
     }
 }
 

@@ -13,6 +13,9 @@
 namespace outrider {
 
 constexpr int kSegment = 256;
+// Queries of one item: rows times the heads that share keys. All of them read a page while it is
+// in the nearest cache.
+constexpr int kMaxQueries = 2 * kMaxRows;
 constexpr int kPagesPerSegment = kSegment / kPage;
 
 // What one layer does with its scores.

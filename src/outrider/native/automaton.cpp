@@ -6,6 +6,8 @@
 // how often it occurs, where it occurred last, and the state of its most frequent next token.
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <utility>
 #include <vector>
 
 namespace outrider {
@@ -228,10 +230,8 @@ struct Call {
     int32_t *matches;               // [kTexts][2] per seat: state and length in them
     const float *factors;           // [2] per seat: how much more often than usual drafts fail
     const float *table;             // [2][kLengths][kEvidence]: usual confidence, own and other
-    int32_t *drafts;                // [width] per seat: out, tokens
-    float *confidence;              // [width] per seat: out
+    int32_t *found;                 // [1 + 2 width] per seat: out, n, n tokens, n confidences
     int32_t *cells;                 // [width] per seat: out, places in `table`
-    int32_t *lengths;               // out: draft tokens
     int32_t width, min_match;
     float min_survival;             // a draft ends where it survives less often
 };
@@ -256,9 +256,18 @@ int evidence_class(int32_t count, int32_t total) {
     return 4 * int64_t(count) >= total ? 6 : 7;
 }
 
+// A draft while it is made.
 struct Row {
-    int32_t *tokens, *cells, length;
-    float *confidence, expected;  // expected: accepted tokens
+    int32_t length;
+    float expected;  // accepted tokens
+    std::vector<int32_t> tokens, cells;
+    std::vector<float> confidence;
+
+    void resize(int32_t width) {
+        tokens.resize(width);
+        cells.resize(width);
+        confidence.resize(width);
+    }
 };
 
 void draft(const Automaton &text, int32_t state, int32_t length, int kind, const float *factors, const Call &call,
@@ -281,16 +290,18 @@ void draft(const Automaton &text, int32_t state, int32_t length, int kind, const
     }
 }
 
-void look_up(const Call &call, int32_t seat, int32_t budget, const int32_t *tokens, int32_t num_tokens, Row &spare) {
+// rows: room for two drafts.
+void look_up(const Call &call, int32_t seat, int32_t budget, const int32_t *tokens, int32_t num_tokens, Row *rows) {
+    Row *best = rows, *other = rows + 1;
     budget = std::min(budget, call.width);
     const float *factors = call.factors + 2 * seat;
-    const int64_t at = int64_t(seat) * call.width;
-    Row best{call.drafts + at, call.cells + at, 0, call.confidence + at, 0};
     Automaton &own = *call.own[seat];
     own.extend(tokens, num_tokens);
     int32_t state, length;
     own.repeated(state, length);
-    if (length >= call.min_match) draft(own, state, length, 0, factors, call, budget, best);
+    best->length = 0;
+    best->expected = 0;
+    if (length >= call.min_match) draft(own, state, length, 0, factors, call, budget, *best);
     for (int32_t k = 0; k < kTexts; k++) {
         const Automaton *text = call.texts[kTexts * seat + k];
         if (!text) continue;
@@ -298,15 +309,15 @@ void look_up(const Call &call, int32_t seat, int32_t budget, const int32_t *toke
         for (int32_t t = 0; t < num_tokens; t++) text->advance(match[0], match[1], tokens[t]);
         text->settle(match[0], match[1]);
         if (match[1] < call.min_match) continue;
-        draft(*text, match[0], match[1], 1, factors, call, budget, spare);
-        if (spare.expected <= best.expected) continue;
-        std::copy_n(spare.tokens, spare.length, best.tokens);
-        std::copy_n(spare.cells, spare.length, best.cells);
-        std::copy_n(spare.confidence, spare.length, best.confidence);
-        best.length = spare.length;
-        best.expected = spare.expected;
+        draft(*text, match[0], match[1], 1, factors, call, budget, *other);
+        if (other->expected > best->expected) std::swap(best, other);
     }
-    call.lengths[seat] = best.length;
+    const int32_t n = best->length;
+    int32_t *found = call.found + int64_t(seat) * (1 + 2 * call.width);
+    found[0] = n;
+    std::copy_n(best->tokens.data(), n, found + 1);
+    std::memcpy(found + 1 + n, best->confidence.data(), n * sizeof(float));
+    std::copy_n(best->cells.data(), n, call.cells + int64_t(seat) * call.width);
 }
 
 }  // namespace
@@ -354,13 +365,10 @@ int32_t outrider_automaton_walk(const void *a, const int32_t *match, int32_t *ro
 // its seat, its budget, the number of new tokens and these tokens.
 void outrider_lookup(const void *call, int32_t n, const int32_t *message) {
     const Call &seats = *static_cast<const Call *>(call);
-    thread_local std::vector<int32_t> numbers;
-    thread_local std::vector<float> confidence;
-    numbers.resize(2 * static_cast<size_t>(seats.width));
-    confidence.resize(seats.width);
-    outrider::Row spare{numbers.data(), numbers.data() + seats.width, 0, confidence.data(), 0};
+    thread_local outrider::Row rows[2];
+    for (outrider::Row &row : rows) row.resize(seats.width);
     for (int32_t i = 0; i < n; i++) {
-        outrider::look_up(seats, message[0], message[1], message + 3, message[2], spare);
+        outrider::look_up(seats, message[0], message[1], message + 3, message[2], rows);
         message += 3 + message[2];
     }
 }

@@ -64,7 +64,7 @@ class Shares {
     std::vector<Slot> next_;
 };
 
-// A packed matrix, read in chunks of two tiles.
+// A packed matrix, read in chunks: two tiles that take turns, or the last one alone.
 template <class E>
 struct Matrix {
     const E *weights;
@@ -193,11 +193,13 @@ void Model<E>::run(int thread) {
                    store_biased(&qkv_[long(row) * width + column], sums, n, layer.qkv_bias, column);
                });
         if (thread == 0) attention_.begin_layer();
-        each(phase + kRope, thread, int(blocks_.size()) * spec_.kv_heads * 2, [&](int item) {
-            const RowBlock &block = blocks_[item / 2 / spec_.kv_heads];
-            const int head = item / 2 % spec_.kv_heads;
+        // Queries first, as in the columns of qkv_: most of what a thread needs here it has written.
+        const int items = int(blocks_.size()) * spec_.kv_heads;
+        each(phase + kRope, thread, 2 * items, [&](int item) {
+            const RowBlock &block = blocks_[item % items / spec_.kv_heads];
+            const int head = item % spec_.kv_heads;
             for (int row = block.row; row < block.row + block.rows; row++) {
-                if (item % 2) rotate_queries(row, head, layer);
+                if (item < items) rotate_queries(row, head, layer);
                 else store_key_and_value(row, block, head, layer, kv);
             }
         });
@@ -346,12 +348,19 @@ long Model<E>::bytes_ahead(int thread, int chunk, const Matrix<E> &matrix, const
     return (target - matrix.chunk(chunk)) * long(sizeof(E));
 }
 
+// Asks at once for what other threads have just written, or it comes line by line.
+template <class E>
+void fetch(const E *from, long elements) {
+    for (long i = 0; i < elements; i += kStep<E>) __builtin_prefetch(from + i);
+}
+
 // epilogue(row, column, sums, n): n <= 32 results of one row, before they leave the cache.
 template <class E>
 template <class Epilogue>
 void Model<E>::linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix,
                       const Matrix<E> &next, const Epilogue &epilogue) {
     const int inputs = matrix.inputs;
+    fetch(x, long(std::min(rows, kMaxRows)) * inputs);
     each(phase, thread, matrix.chunks(), [&](int chunk) {
         alignas(64) float sums[kMaxRows * 2 * kLanes];
         const int n = std::min(2, matrix.tiles() - 2 * chunk), column = chunk * 2 * kLanes;
@@ -359,7 +368,7 @@ void Model<E>::linear(int phase, int thread, const E *x, int rows, const Matrix<
         for (int row = 0; row < rows; row += kMaxRows) {
             int count = std::min(kMaxRows, rows - row);
             long ahead = row == 0 ? bytes_ahead(thread, chunk, matrix, next) : 0;
-            multiply(count, n, x + long(row) * inputs, inputs, 0, &w, 1, inputs, sums, 2 * kLanes, ahead);
+            multiply(count, n, with_chunk(x + long(row) * inputs, inputs, &w, inputs, sums, 2 * kLanes, ahead));
             for (int m = 0; m < count; m++)
                 epilogue(row + m, column, sums + m * 2 * kLanes, n * kLanes);
         }

@@ -18,7 +18,7 @@ void linear(E *out, const E *x, const E *weights, const float *bias, long rows, 
         const E *w = weights + long(column) * inputs;
         for (long row = 0; row < rows; row += kMaxRows) {
             int count = int(std::min(long(kMaxRows), rows - row));
-            multiply(count, n, x + row * inputs, inputs, 0, &w, 1, inputs, sums, 2 * kLanes);
+            multiply(count, n, with_chunk(x + row * inputs, inputs, &w, inputs, sums, 2 * kLanes));
             for (int m = 0; m < count; m++)
                 for (int i = 0; i < n * kLanes && column + i < outputs; i++)
                     store(out + (row + m) * outputs + column + i,

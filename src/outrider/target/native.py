@@ -241,7 +241,8 @@ class _PackedWeights:
             self.layers.append(places)
         self.lm_head = at
         tied = "lm_head.weight" not in weights
-        self._pack(at, weights["model.embed_tokens.weight" if tied else "lm_head.weight"])
+        head = weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        self._pack(at, head, vocab // TILE)
 
     def _pack_place(
         self, place: str, at: int, weights: Mapping[str, torch.Tensor], prefix: str
@@ -253,26 +254,26 @@ class _PackedWeights:
             "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
             "down": ("mlp.down_proj",),
         }[place]
-        alternate = 2 if place == "gate_up" else 1
-        for name in names:
-            weight = weights[f"{prefix}{name}.weight"]
-            self._pack(at, weight, alternate)
-            skipped = TILE * weight.shape[1] if alternate == 2 else weight.numel()
-            at += skipped * (torch.finfo(self._dtype).bits // 8)
+        matrices = [weights[f"{prefix}{name}.weight"] for name in names]
+        tiles = [weight.shape[0] // TILE for weight in matrices]
+        for i, weight in enumerate(matrices):
+            if place == "gate_up":
+                self._pack(at, weight, sum(tiles), first=i, step=2)
+            else:
+                self._pack(at, weight, sum(tiles), first=sum(tiles[:i]))
 
-    def _pack(self, at: int, weight: torch.Tensor, tile_stride: int = 1) -> None:
+    def _pack(
+        self, at: int, weight: torch.Tensor, num_tiles: int, first: int = 0, step: int = 1
+    ) -> None:
+        """Put weights into every `step`-th tile, from the `first`, of the matrix at an address."""
         weight = weight.contiguous()
         if weight.dtype not in (torch.bfloat16, torch.float32):
             weight = weight.float()
         outputs, inputs = weight.shape
         self._lib.outrider_pack(
-            _P(at),
-            int(self._dtype == torch.bfloat16),
-            pointer(weight),
-            int(weight.dtype == torch.bfloat16),
-            outputs,
-            inputs,
-            tile_stride,
+            *(_P(at), int(self._dtype == torch.bfloat16)),
+            *(pointer(weight), int(weight.dtype == torch.bfloat16), outputs, inputs),
+            *(first, step, num_tiles),
         )
 
     def __del__(self) -> None:

@@ -42,7 +42,7 @@ class RowExactLinear(nn.Module):
         bf16 = int(self.dtype == torch.bfloat16)
         lib.outrider_pack(
             *(pointer(self._packed), bf16, pointer(weight), bf16),
-            *(self.out_features, self.in_features, 1),
+            *(self.out_features, self.in_features, 0, 1, tiles),
         )
         self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
 
