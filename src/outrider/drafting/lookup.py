@@ -62,13 +62,12 @@ class LookupSource(DraftSource):
         self._requests: dict[str, _Request] = {}
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
-        if not contexts:
-            return []
+        assert len(contexts) == len(budgets), (len(contexts), len(budgets))
         seats: list[int] = []
         message: list[int] = []
         requests = self._requests
         store_version = 0 if self._store is None else self._store.version
-        for context, budget in zip(contexts, budgets, strict=True):
+        for context, budget in zip(contexts, budgets):  # noqa: B905 (strict takes 0.1 µs more)
             tokens = context.token_ids
             num_tokens = len(tokens)
             request = requests.get(context.request_id)
@@ -77,10 +76,9 @@ class LookupSource(DraftSource):
             if request.store_version != store_version:
                 self._refresh(request, context, store_version)
             known, request.num_known = request.num_known, num_tokens
-            seats.append(request.seat)
-            message += (request.seat, budget, num_tokens - known, *tokens[known:].tolist())
-        self._seats.look_up(len(seats), message)
-        return self._seats.drafts_of(seats, self.name)
+            seats.append(seat := request.seat)
+            message += (seat, budget, num_tokens - known, *tokens[known:].tolist())
+        return self._seats.look_up(seats, message, self.name)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -88,8 +86,9 @@ class LookupSource(DraftSource):
             if request is None or outcome.draft.is_tree:
                 continue
             seat, seats = request.seat, self._seats
-            (known,) = seats.drafts_of([seat], self.name)
-            if known.token_ids[: len(outcome.draft)] == outcome.draft.token_ids:  # the last one
+            if (
+                seats.tokens_of(seat)[: len(outcome.draft)] == outcome.draft.token_ids
+            ):  # the last one
                 self._calibration.observe(seat, seats.cells_of(seat), outcome)
 
     def finish(self, context: DraftContext) -> None:
