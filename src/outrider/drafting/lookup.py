@@ -86,9 +86,8 @@ class LookupSource(DraftSource):
             if request is None or outcome.draft.is_tree:
                 continue
             seat, seats = request.seat, self._seats
-            if (
-                seats.tokens_of(seat)[: len(outcome.draft)] == outcome.draft.token_ids
-            ):  # the last one
+            last = seats.tokens_of(seat)
+            if last[: len(outcome.draft)] == outcome.draft.token_ids:
                 self._calibration.observe(seat, seats.cells_of(seat), outcome)
 
     def finish(self, context: DraftContext) -> None:
