@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from peer_cases import PROMPTS, RUNNER, SETTINGS, fake, job, use_fakes, workload
 from typer.testing import CliRunner
 
 from outrider.bench.peers import compare, install, models, process
@@ -17,7 +15,6 @@ from outrider.bench.peers.compare import (
     Call,
     Comparison,
     Decoded,
-    PeerSettings,
     batches_of,
     compare_peers,
     mixed,
@@ -38,69 +35,14 @@ from outrider.bench.peers.runners import protocol
 from outrider.bench.peers.spec import RUNNERS, Peer, Side, find_peer, peers
 from outrider.bench.plots import can_plot
 from outrider.bench.provenance import provenance
-from outrider.bench.workload import BenchPrompt, Workload
+from outrider.bench.workload import BenchPrompt
 from outrider.cli.main import app
 from outrider.errors import ConfigError, PromptError
 
-RUNNER = f"""
-import os, sys, time
-sys.path.insert(0, {str(RUNNERS)!r})
-from protocol import serve
-
-def load(job):
-    print("noise on standard output")
-    how = job["options"]["how"]
-    if how == "refuses":
-        raise ValueError("no such format")
-    if how == "hangs":
-        time.sleep(60)
-
-    def decode(prompts, max_tokens, ignore_eos):
-        print("more noise")
-        if how == "raises" and len(prompts) > 1:
-            raise RuntimeError("too many")
-        if how == "dies" and max_tokens == 5:
-            sys.stderr.write("the last words\\n")
-            sys.stderr.flush()
-            os._exit(3)
-        return [[len(ids)] * max_tokens for ids in prompts]
-
-    return decode
-
-serve(load, ("pytest", "no-such-package"))
-"""
-PROMPTS = [("a", "one"), ("a", "two three"), ("chat", "four five six"), ("chat", "seven")]
-
 
 @pytest.fixture
-def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every peer is a script that answers at once; the model is a tokenizer of words."""
-    (tmp_path / "runner.py").write_text(RUNNER)
-    monkeypatch.setattr(process, "RUNNERS", tmp_path)
-    for module in (process, compare):
-        monkeypatch.setattr(module, "python_of", lambda peer: Path(sys.executable))
-    tokenizer = SimpleNamespace(chat_template=None, encode=lambda text: [1] * len(text.split()))
-    loaded = SimpleNamespace(tokenizer=tokenizer, name="words")
-    monkeypatch.setattr("outrider.target.load.load_model", lambda model: loaded)
-    yield
-
-
-def fake(name: str, *hows: str, largest: int | None = None) -> Peer:
-    options = {} if largest is None else {"batch": largest}
-    variants = {how: {"how": how, **options} for how in hows}
-    return Peer(name=name, title=name.upper(), script="runner.py", model="any", variants=variants)
-
-
-def workload() -> Workload:
-    prompts = [BenchPrompt(kind, ({"role": "user", "content": t},)) for kind, t in PROMPTS]
-    return Workload(prompts)
-
-
-SETTINGS = PeerSettings(batches=(1, 2), rounds=2, max_tokens=5, num_threads=1)
-
-
-def job(how: str) -> dict[str, Any]:
-    return {"options": {"how": how}}
+def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(tmp_path, monkeypatch)
 
 
 def test_every_described_peer_has_its_script_and_variants() -> None:
@@ -123,8 +65,8 @@ def test_kinds_are_mixed_and_batches_are_full() -> None:
         BenchPrompt(kind, ({"role": "user", "content": str(i)},)) for i, kind in enumerate("aaabbc")
     ]
     assert "".join(p.category for p in mixed(prompts)) == "abcaba"
-    assert batches_of(7, 3) == [[0, 1, 2], [3, 4, 5]]
-    assert batches_of(2, 8) == [[0, 1]]
+    assert batches_of(7, 3) == [[0, 1, 2], [3, 4, 5], [6, 0, 1]]
+    assert batches_of(6, 6) == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_a_runner_is_stopped_between_calls_and_ended_in_the_end(
@@ -191,7 +133,7 @@ def test_a_runner_that_does_not_get_ready_says_why(
 
 def test_a_runner_that_dies_leaves_its_last_words(fake_peers: None, tmp_path: Path) -> None:
     runner = Runner(Side(fake("x", "dies"), "dies"), job("dies"), 1, tmp_path / "log")
-    with pytest.raises(PeerFailed, match="X, dies ended: the last words"):
+    with pytest.raises(PeerFailed, match="X, dies ended with exit code 3: the last words"):
         runner.decode([[1]], 5, True)
     runner.close()
 
@@ -211,7 +153,7 @@ def test_who_fails_is_noted_and_the_others_go_on(
     assert [one.side.name for one in result.decoded] == ["A, works"]
     joined = "\n".join(result.notes)
     for reason in (
-        "B, dies ended: the last words",
+        "B, dies ended with exit code 3: the last words",
         "C, raises: RuntimeError: too many",
         "D, refuses: ValueError: no such format",
         "E is not installed: `outrider bench peers --install e`",
@@ -241,7 +183,7 @@ def decoded(
     peer: str, variant: str, seconds: float, dtype: str = "bfloat16", token: int = 1
 ) -> Decoded:
     """Four tokens per prompt; open text takes twice as long."""
-    side = Side(find_peer(peer), variant, dtype)
+    side = Side(peers()[peer], variant, dtype)
     calls = [
         Call([i], seconds * (2 if PROMPTS[i][0] == "chat" else 1), [[token] * 4]) for i in range(4)
     ]
@@ -265,6 +207,7 @@ def comparison() -> Comparison:
         ["vLLM is not installed"],
     )
     result.provenance = provenance(1)
+    result.finished_rounds = 2
     return result
 
 
@@ -319,8 +262,9 @@ def test_libraries_and_variables_reach_the_peer(
     (home / "lib" / "libiomp5.so").touch()
     (home / install.DONE).touch()
     assert install.python_of(find_peer("vllm")) == home / "bin" / "python"
-    values = install.runtime_environment(find_peer("vllm"), 4)
-    assert values["VLLM_CPU_OMP_THREADS_BIND"] == "0-3" and values["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setattr(install, "cores_for", lambda count: [4, 5, 6, 7][:count])
+    values = install.runtime_environment(find_peer("vllm"), 3)
+    assert values["VLLM_CPU_OMP_THREADS_BIND"] == "4,5,6" and values["OMP_NUM_THREADS"] == "3"
     assert str(home / "lib" / "libiomp5.so") in values["LD_PRELOAD"]
 
 

@@ -11,8 +11,9 @@ from outrider.cli.bench_options import FORMATS, ReportOptions, cpu_threads, numb
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.bench.peers.compare import Comparison
+    from outrider.bench.peers.compare import Comparison, PeerSettings
     from outrider.bench.peers.spec import Peer
+    from outrider.bench.workload import Workload
 
 
 def peers(
@@ -54,14 +55,14 @@ def peers(
     Everybody loads first, then all take turns call by call; who waits is stopped and takes no
     core. A peer that is not installed is left out with a sentence.
     """
-    from outrider.bench.peers.compare import PeerSettings, compare_peers
-    from outrider.bench.peers.spec import OURSELVES, find_peer
+    from outrider.bench.peers.compare import PeerSettings
+    from outrider.bench.peers.spec import OURSELVES, find_peers
     from outrider.bench.peers.spec import peers as all_peers
-    from outrider.bench.provenance import provenance
     from outrider.bench.workload import read_workload
 
-    names = [name for name in all_peers() if name != OURSELVES]
-    chosen = [find_peer(name) for name in (OURSELVES, *(peer or names))]
+    others = [name for name in all_peers() if name != OURSELVES]
+    chosen = find_peers(peer or others)
+    wanted = find_peers([one for name in install or () for one in _meant(name, others)])
     options = ReportOptions(output, report)
     options.check()
     settings = PeerSettings(
@@ -69,16 +70,56 @@ def peers(
         rounds=rounds,
         max_tokens=max_tokens,
         ignore_eos=not stop_at_eos,
-        num_threads=num_threads or cpu_threads(),
+        num_threads=_threads(num_threads),
     )
     prompts = read_workload(workload or (), category or (), limit)
-    wanted = names if install and "all" in install else install or []
-    _install([find_peer(name) for name in wanted])
-    about = provenance(settings.num_threads)
-    with _peer_progress() as (show, done):
-        result = compare_peers(chosen, model, prompts, settings, show, done)
-    result.provenance = about
+    _install(wanted)
+    result = _measure(chosen, model, prompts, settings)
     _write_peers(result, options)
+    if result.interrupted is not None:
+        raise result.interrupted
+    _complain(result.without_figures(chosen), len(chosen), named=bool(peer))
+
+
+def _meant(name: str, others: list[str]) -> list[str]:
+    return others if name == "all" else [name]
+
+
+def _threads(asked: int | None) -> int:
+    """As many as asked for; else as many as torch uses, within the cores there are."""
+    from outrider.bench.peers.cores import cores_for, our_cores
+
+    return len(cores_for(asked or min(cpu_threads(), len(our_cores()))))
+
+
+def _measure(
+    chosen: "Sequence[Peer]", model: str | None, prompts: "Workload", settings: "PeerSettings"
+) -> "Comparison":
+    from outrider.bench.peers.compare import compare_peers
+    from outrider.bench.peers.spec import OURSELVES
+    from outrider.bench.peers.spec import peers as all_peers
+    from outrider.bench.provenance import provenance
+    from outrider.cli.console import messages
+
+    about = provenance(settings.num_threads)
+    sides = [all_peers()[OURSELVES], *chosen]
+    try:
+        with _peer_progress() as (show, done):
+            result = compare_peers(sides, model, prompts, settings, show, done)
+    except (KeyboardInterrupt, SystemExit):
+        messages().print("outrider: interrupted: no round was finished, nothing was written")
+        raise
+    result.provenance = about
+    return result
+
+
+def _complain(missing: "Sequence[Peer]", num_chosen: int, named: bool) -> None:
+    """End with a failure where peers were asked for by name, or any, and gave nothing."""
+    from outrider.bench.peers.process import PeerFailed
+
+    if missing and (named or len(missing) == num_chosen):
+        names = ", ".join(peer.title for peer in missing)
+        raise PeerFailed(f"no figures of {names}: the reasons are above")
 
 
 def _install(wanted: "Sequence[Peer]") -> None:
@@ -97,16 +138,20 @@ def _install(wanted: "Sequence[Peer]") -> None:
 
 @contextmanager
 def _peer_progress() -> "Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]":
-    """A bar on stderr: what is being started, then how many calls are finished."""
+    """On stderr what is being started, then how far the calls are: a bar, or lines in a file."""
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from outrider.cli.console import messages
 
     console = messages()
+    if not console.is_terminal:
+        yield (
+            lambda text: console.print(f"outrider: {text}", soft_wrap=True),
+            lambda _done, _total: None,
+        )
+        return
     columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("peers", total=None)
         yield (
             lambda text: bar.update(task, description=text),
@@ -118,21 +163,29 @@ def _write_peers(result: "Comparison", options: ReportOptions) -> None:
     import json
 
     from outrider.bench.peers.compare import as_json
-    from outrider.bench.peers.report import headline, ratios, speeds, write_peer_report
+    from outrider.bench.peers.report import (
+        headline,
+        ratios,
+        remarks,
+        speeds,
+        write_peer_report,
+    )
     from outrider.bench.provenance import write_whole
     from outrider.bench.terminal import show_table
     from outrider.cli.console import messages, output
 
+    console = output()
+    if result.label:
+        console.print(result.label, style="bold yellow")
+    console.print(headline(result), style="bold")
+    for table in (speeds(result), ratios(result)):
+        if table is not None:
+            show_table(console, table)
+    for note in remarks(result):
+        console.print(f"· {note}")
     written = [options.beside(".json")]
     write_whole(written[0], json.dumps(as_json(result), ensure_ascii=False))
     if options.report != "none":
         written.append(options.beside(FORMATS[options.report]))
         write_peer_report(result, written[-1])
-    console = output()
-    console.print(headline(result), style="bold")
-    for table in (speeds(result), ratios(result)):
-        if table is not None:
-            show_table(console, table)
-    for note in result.notes:
-        console.print(f"· {note}")
     messages().print("\nwritten: " + ", ".join(map(str, written)), style="dim")

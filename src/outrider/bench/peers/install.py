@@ -9,8 +9,9 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
+from outrider.bench.peers.cores import cores_for
+from outrider.bench.peers.group import run_in_group
 from outrider.bench.peers.spec import Peer
 from outrider.cache import cache_dir
 from outrider.errors import ConfigError
@@ -65,9 +66,8 @@ def install(peer: Peer, show: Callable[[str], None]) -> None:
 
 def runtime_environment(peer: Peer, num_threads: int) -> dict[str, str]:
     """Environment variables to run a peer with, on top of our own."""
-    values = {
-        name: value.format(last_core=num_threads - 1) for name, value in peer.environment.items()
-    }
+    cores = ",".join(map(str, cores_for(num_threads)))
+    values = {name: value.format(cores=cores) for name, value in peer.environment.items()}
     found = [path for name in peer.preload if (path := _find_library(name, peer)) is not None]
     if found:
         values["LD_PRELOAD"] = ":".join(found)
@@ -115,8 +115,10 @@ def _works(python: str) -> bool:
 def _run(command: list[str], show: Callable[[str], None], extra: Mapping[str, str]) -> str:
     shown = " ".join(command[:8]) + (" …" if len(command) > 8 else "")
     show(shown.splitlines()[0])
-    environment: dict[str, Any] = {**os.environ, **extra}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    try:
+        done = run_in_group(command, os.environ | dict(extra))
+    except OSError as error:
+        raise ConfigError(f"`{shown}` could not be started: {error.strerror}") from error
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if "WARNING" not in line]
         raise ConfigError(f"`{shown}` failed: {' '.join(lines[-3:]) or 'no output'}")

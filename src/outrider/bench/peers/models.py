@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from outrider.bench.peers.group import run_in_group
 from outrider.bench.peers.install import environment_of
 from outrider.bench.peers.spec import Peer
 from outrider.cache import cache_dir
@@ -59,7 +60,13 @@ def converted_for(peer: Peer, model: Path) -> Path:
         names = {"venv": str(home), "model": str(model), "converted": str(made)}
         command = [part.format(**names) for part in peer.convert]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        try:
+            done = run_in_group(command, environment)
+        except OSError as error:
+            raise ConfigError(
+                f"{peer.title} could not convert the model: {command[0]}: {error.strerror}; "
+                f"`outrider bench peers --install {peer.name}` makes its environment anew"
+            ) from error
         if done.returncode or not made.is_dir():
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise ConfigError(f"{peer.title} could not convert {model}: {last}")
@@ -86,9 +93,24 @@ def _made_once(
 def _write_directory(loaded: LoadedModel, directory: Path) -> None:
     module = loaded.hf_model()
     module.generation_config.eos_token_id = list(loaded.eos_token_ids) or None
-    module.save_pretrained(directory)
+    with _no_bars():
+        module.save_pretrained(directory)
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(directory)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep the progress bars of transformers off stderr, where our own lines are."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _write_gguf(source: Path, directory: Path) -> None:

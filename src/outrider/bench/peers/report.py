@@ -1,8 +1,10 @@
 """What a comparison of peers says, as tables and plots."""
 
+import json
 from dataclasses import dataclass
+from math import floor, log10
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.bench.peers.compare import BF16, Comparison, Decoded
 from outrider.bench.plots import PLAIN, SPECULATIVE, label, svg
@@ -103,13 +105,47 @@ def headline(result: Comparison) -> str:
     return "outrider over the fastest bf16 peer. " + "; ".join(parts) + "."
 
 
+def speed(value: float) -> str:
+    """Tokens per second with two digits or more: ``160``, ``16``, ``1.6``, ``0.16``."""
+    decimals = 0 if value <= 0 else min(9, max(0, 1 - floor(log10(value))))
+    return f"{value:.{decimals}f}"
+
+
+def speed_range(value: Spread) -> str:
+    """Median and range: ``61 (58–63)``, ``1.6 (1.4–1.7)``."""
+    decimals = len(speed(value.median).partition(".")[2])
+    return with_spread(value, f"{{:.{decimals}f}}")
+
+
+def machine(facts: dict[str, Any]) -> str:
+    """What it ran on, how busy that was, and what outrider was."""
+    load = facts.get("load_average")
+    parts = [
+        f"{facts['cpu']}, {counted(facts['cores'], 'core')}",
+        f"{counted(facts['threads'], 'thread')} for every engine, on as many cores",
+        facts["system"],
+        f"Python {facts['python']}",
+        "outrider "
+        + facts["versions"]["outrider"]
+        + (f", commit {facts['commit']}" if facts["commit"] else ""),
+    ]
+    if load:
+        parts.append(f"load average at the start {load[0]:.1f}")
+    return "; ".join(parts)
+
+
+def remarks(result: Comparison) -> list[str]:
+    """What a reader of the figures has to know: a busy machine, prompts and peers left out."""
+    return [*busy(result.provenance), *result.workload["notes"], *result.notes]
+
+
 def speeds(result: Comparison) -> Table:
     """Tokens per second of all sides."""
     shown = columns(result)
     rows = [
         [
             one.side.name,
-            *(with_spread(spread(r)) if (r := rates(one, column)) else NOTHING for column in shown),
+            *(speed_range(spread(r)) if (r := rates(one, column)) else NOTHING for column in shown),
         ]
         for one in result.decoded
     ]
@@ -139,10 +175,10 @@ def sections(result: Comparison) -> list[Section]:
             f"New tokens per second over the wall time of the calls, prompts included. Everybody "
             f"got the same token ids and decoded greedily {length} {settings.max_tokens} tokens on "
             f"{settings.num_threads} threads, taking turns call by call; medians over "
-            f"{counted(settings.rounds, 'round')}. Differences under 15 % are noise on most "
+            f"{counted(result.finished_rounds, 'round')}. Differences under 15 % are noise on most "
             "machines.",
             speeds(result),
-            details=[*busy(result.provenance), *result.notes],
+            details=remarks(result),
         )
     ]
     parts += [
@@ -168,9 +204,9 @@ def write_peer_report(result: Comparison, path: Path) -> None:
 
     parts = sections(result)
     if path.suffix == ".md":
-        write_markdown(path, TITLE, about, "", headline(result), parts, draw)
+        write_markdown(path, TITLE, about, result.label, headline(result), parts, draw)
     else:
-        write_whole(path, as_html(TITLE, about, "", headline(result), parts, draw))
+        write_whole(path, as_html(TITLE, about, result.label, headline(result), parts, draw))
 
 
 def _kind_table(result: Comparison) -> Table:
@@ -178,7 +214,7 @@ def _kind_table(result: Comparison) -> Table:
     rows = []
     for one in result.decoded:
         found = [rates(one, column) for column in shown]
-        rows.append([one.side.name, *(f"{spread(r).median:.0f}" if r else NOTHING for r in found)])
+        rows.append([one.side.name, *(speed(spread(r).median) if r else NOTHING for r in found)])
     return Table(["tokens/s", *(column.name for column in shown)], rows)
 
 
@@ -203,7 +239,7 @@ def _texts(result: Comparison) -> Section:
                 _same(answers, own),
                 _same(answers, ours),
                 f"{looped / max(1, total):.0%}",
-                f"{one.load_seconds:.0f}",
+                speed(one.load_seconds),
             ]
         )
     header = ["", "as its own plain text", "as outrider's plain text", "tokens in loops", "load, s"]
@@ -233,19 +269,19 @@ def _method(result: Comparison) -> Section:
     rows = [
         ["model", result.model],
         ["prompts", ", ".join(f"{n} {name}" for name, n in result.workload["categories"].items())],
-        ["machine", f"{facts['cpu']}, {facts['threads']} threads"],
+        ["machine", machine(facts)],
         *(
             [
                 one.side.name,
                 ", ".join(f"{name} {version}" for name, version in one.versions.items())
-                + f"; {one.side.options}",
+                + f"; {json.dumps(one.side.options, ensure_ascii=False)}",
             ]
             for one in result.decoded
         ),
         ["date", facts["date"]],
         ["command", facts["command"]],
     ]
-    return Section("How it was measured", "", Table([], rows), details=result.workload["notes"])
+    return Section("How it was measured", "", Table([], rows))
 
 
 def _bars(result: Comparison, column: Column) -> str:
@@ -257,7 +293,7 @@ def _bars(result: Comparison, column: Column) -> str:
             colour = SPECULATIVE if one.side.peer.is_ours else PLAIN
             axes.barh(row, value.median, 0.62, color=colour)
             axes.plot([value.low, value.high], [row, row], color="#24292f", lw=1.2)
-            label(axes, value.high, row, f"{value.median:.0f}")
+            label(axes, value.high, row, speed(value.median))
         axes.set_yticks(range(len(measured)), [one.side.name for one, _ in measured])
         axes.invert_yaxis()
         axes.margins(x=0.1)

@@ -1,6 +1,7 @@
 """The peers: what to install, how to start them, which ways of decoding to measure."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ class Peer:
     model: str  # what it reads: "directory", "gguf" or "any"
     variants: dict[str, dict[str, Any]]  # options by name; "batch": the largest it takes
     steps: list[Any] = field(default_factory=list)  # of pip, or {"requirements_of", "without"}
+    loading: str = ""  # what takes long when it starts
     python: str = ""  # version that it needs, where ours will not do
     build_environment: dict[str, dict[str, str]] = field(default_factory=dict)  # by machine
     environment: dict[str, str] = field(default_factory=dict)
@@ -69,7 +71,16 @@ def find_peer(name: str) -> Peer:
     Raises:
         ConfigError: there is none; the message lists them.
     """
-    if name not in peers():
-        known = ", ".join(other for other in peers() if other != OURSELVES)
-        raise ConfigError(f"a peer must be one of {known}, got {name!r}")
+    known = [other for other in peers() if other != OURSELVES]
+    if name == OURSELVES:
+        raise ConfigError(
+            f"{OURSELVES} is measured in every run: a peer must be one of {', '.join(known)}"
+        )
+    if name not in known:
+        raise ConfigError(f"a peer must be one of {', '.join(known)}, got {name!r}")
     return peers()[name]
+
+
+def find_peers(names: Sequence[str]) -> list[Peer]:
+    """The peers of these names, each once."""
+    return [find_peer(name) for name in dict.fromkeys(names)]
