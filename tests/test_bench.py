@@ -282,7 +282,7 @@ def test_workload_files(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "good"}\n{"prompt": 3}\n')
-    with pytest.raises(PromptError, match=r"bad\.jsonl:2: expected 'prompt'"):
+    with pytest.raises(PromptError, match=r"bad\.jsonl:2: 'prompt' must be text, got 3"):
         read_workload([path])
 
 
@@ -297,7 +297,7 @@ def test_prompts_of_a_fixed_length_keep_their_end() -> None:
     assert workload.notes == ["only 1 of 2 prompts are of 15 tokens or more"]
     with pytest.raises(PromptError, match="no prompt is left"):
         encoded(llm, workload, 10, 100)
-    with pytest.raises(PromptError, match="500 input tokens and 20 output tokens do not fit"):
+    with pytest.raises(PromptError, match="--input-tokens 500 and --max-tokens 20 together must leave"):
         encoded(llm, workload, 20, 500)
 
 
@@ -314,7 +314,7 @@ def test_context_prompts_differ_in_what_is_before_the_task_only() -> None:
     assert all(2990 <= len(ids) <= 3002 for _, ids in prompts)  # and the two line breaks
     assert len({text[:500] for text in texts}) == 4, "every prompt has another part of the text"
     assert texts[0].endswith("second of November.") and "word for word" in texts[0]
-    with pytest.raises(PromptError, match="context lengths must be at least"):
+    with pytest.raises(PromptError, match="--context-lengths must be at least"):
         context_prompts(llm, 20)
 
 

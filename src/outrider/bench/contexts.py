@@ -21,7 +21,6 @@ PASSAGES = (
     "survey before, terns increased by a tenth, while the number of gulls fell by a third. "
     "The report proposes to close the northern landing stage from May to July.",
 )
-FITTINGS = 4  # times a prompt is cut again; three bring it to its length within a token or two
 TASKS = (
     ("copy", "Copy the last passage word for word:\n\n{passage}"),
     ("summary", "Summarise the last passage in two sentences:\n\n{passage}"),
@@ -29,7 +28,7 @@ TASKS = (
 
 
 def context_prompts(llm: "LLM", num_tokens: int) -> tuple[list[str], list[tuple[int, list[int]]]]:
-    """Categories, and (index, token ids) of prompts of `num_tokens` tokens or few less.
+    """Categories, and (index, token ids) of prompts of `num_tokens` tokens or a few less.
 
     The text before the task is Python's own reference manual, which every Python carries; every
     prompt has another part of it.
@@ -54,22 +53,24 @@ def _filled(llm: "LLM", manual: Iterator[str], asked: str, num_tokens: int) -> l
     missing = num_tokens - len(_with_filler(llm, "", asked))
     if missing < 0:
         raise PromptError(
-            f"context lengths must be at least {num_tokens - missing} tokens, got {num_tokens}"
+            f"--context-lengths must be at least {num_tokens - missing} tokens, got {num_tokens}"
         )
     filler: list[int] = []
     while len(filler) < missing:
         paragraph = next(manual, None)
         if paragraph is None:
-            raise PromptError(f"there is not enough text for prompts of {num_tokens} tokens")
+            raise PromptError(
+                f"--context-lengths {num_tokens}: the text that outrider has is shorter than "
+                f"{len(TASKS) * len(PASSAGES)} prompts of that length"
+            )
         filler += tokenizer.encode(paragraph + "\n\n", add_special_tokens=False)
-    # Text that is cut and put together is tokenised a little differently than its parts.
-    prompt: list[int] = []
-    for _ in range(FITTINGS):
-        prompt = _with_filler(llm, tokenizer.decode(filler[:missing]), asked)
+    # Text that is cut and put together is tokenised a little differently than its parts; two or
+    # three cuts bring it to its length.
+    while True:
+        prompt = _with_filler(llm, tokenizer.decode(filler[:missing]) if missing else "", asked)
         if len(prompt) <= num_tokens:
-            break
-        missing -= len(prompt) - num_tokens
-    return prompt
+            return prompt
+        missing = max(0, missing - (len(prompt) - num_tokens))
 
 
 def _with_filler(llm: "LLM", filler: str, asked: str) -> list[int]:

@@ -45,6 +45,13 @@ class Verdict:
                     where = {"side": side, "batch": batch, "round": number, "prompt": answer.index}
                     self.differences.append(where | _difference(llm, reference, answer.token_ids))
 
+    def references(self) -> list[dict[str, Any]]:
+        """The first plain answer to every prompt, as JSON values."""
+        return [
+            {"group": group, "prompt": index, "token_ids": token_ids}
+            for (group, index), token_ids in self._reference.items()
+        ]
+
     def as_json(self) -> dict[str, Any]:
         return {
             "is_lossless": self.is_lossless,

@@ -1,11 +1,14 @@
 """Plots of a bench as SVG. matplotlib is an extra; without it a report has only tables."""
 
+import importlib
 import importlib.util
 import io
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.sections import case_name, times
+from outrider.bench.sections import FEW_DRAFTS, case_name, times
 from outrider.bench.study import Study
 from outrider.bench.timing import Spread
 
@@ -15,12 +18,26 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'outrider[bench]'"
 PLAIN, SPECULATIVE = "#9aa5b1", "#1f6feb"
 PHASE_COLOURS = {"draft": "#e8a33d", "verify": "#1f6feb", "other": "#9aa5b1"}
+# Characters that no XML may hold, not even as an escape.
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 LINES = ("#1f6feb", "#e8a33d", "#2da44e", "#bf3989", "#8250df", "#57606a")
 
 
+@cache
+def why_no_plots() -> str:
+    """Why nothing can be drawn; "" where it can. Imports: what is installed may be broken."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"matplotlib is not installed; for them: {INSTALL}"
+    try:
+        importlib.import_module("matplotlib.pyplot")
+    except Exception as error:
+        return f"matplotlib cannot be imported ({type(error).__name__}: {error})"
+    return ""
+
+
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    """Whether there is a matplotlib that works."""
+    return not why_no_plots()
 
 
 def figure(name: str, study: Study) -> str:
@@ -40,6 +57,7 @@ def svg(draw: Callable[["Axes"], None], width: float, height: float) -> str:
     style: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: small, and in the page's own font
         "svg.hashsalt": "outrider",  # the same numbers give the same file
+        "text.parse_math": False,  # a "$" in a name is a "$"
         "font.family": "sans-serif",
         "font.size": 10,
         "axes.spines.top": False,
@@ -56,7 +74,7 @@ def svg(draw: Callable[["Axes"], None], width: float, height: float) -> str:
         buffer = io.StringIO()
         canvas.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(canvas)
-    text = buffer.getvalue()
+    text = NOT_XML.sub("?", buffer.getvalue())
     return text[text.index("<svg") :]
 
 
@@ -114,19 +132,26 @@ def _positions(axes: "Axes", study: Study) -> None:
     number = 0
     for one in study.measurements:
         for source in one.sources:
-            pairs = list(
-                zip(source.accepted_per_position, source.drafted_per_position, strict=True)
-            )
-            places = [i + 1 for i, (_, drafted) in enumerate(pairs) if drafted]
-            shares = [100 * kept / drafted for kept, drafted in pairs if drafted]
+            shares = [
+                (i, 100 * kept / of, of) for i, (kept, of) in enumerate(source.places, 1) if of
+            ]
+            sure = [place for place in shares if place[2] >= FEW_DRAFTS]
+            colour = LINES[number % len(LINES)]
+            # Without the last sure place the faint part would float on its own.
+            faint = shares[max(0, len(sure) - 1) :]
+            axes.plot(*_xy(faint), "o:", ms=3, color=colour, alpha=0.35)
             name = f"{source.name}, {case_name(one)}"
-            axes.plot(places, shares, "o-", ms=4, color=LINES[number % len(LINES)], label=name)
+            axes.plot(*_xy(sure), "o-", ms=4, color=colour, label=name)
             number += 1
-    axes.set_xlabel("place in the draft")
+    axes.set_xlabel(f"place in the draft (faint: of fewer than {FEW_DRAFTS} drafts)")
     axes.set_ylabel("kept of submitted, %")
     axes.set_ylim(0, 105)
     if number:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _xy(places: list[tuple[int, float, int]]) -> tuple[list[int], list[float]]:
+    return [place for place, _, _ in places], [share for _, share, _ in places]
 
 
 def _contexts(axes: "Axes", study: Study) -> None:

@@ -38,14 +38,15 @@ def provenance(num_threads: int) -> dict[str, Any]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file under a name of its own first, so that nobody sees half of it.
 
+    Halves of characters, as names of files may have them, become escapes.
+
     Raises:
         ConfigError: it cannot be written there.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = _new_file(path)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
             os.chmod(name, 0o644)  # mkstemp's 0o600 would hide a report from others
             os.replace(name, path)
@@ -54,6 +55,31 @@ def write_whole(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Make sure, before hours of work, that `write_whole` will do; its directory is made.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        handle, name = _new_file(path)
+        os.close(handle)
+        os.unlink(name)
+        if path.is_dir():
+            raise ConfigError(f"cannot write {path}: it is a directory")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _new_file(path: Path) -> tuple[int, str]:
+    """An open file beside `path`, where nobody looks for it."""
+    for parent in path.parents:
+        if parent.exists() and not parent.is_dir():
+            raise ConfigError(f"cannot write {path}: {parent} is no directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
 
 
 def _commit() -> str | None:

@@ -1,10 +1,12 @@
 """Reports of a bench: one HTML file with its plots inside, or Markdown with plots beside it."""
 
 import html
+import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outrider.bench.plots import can_plot, figure
+from outrider.bench.plots import NOT_XML, can_plot, figure
 from outrider.bench.provenance import write_whole
 from outrider.bench.sections import Section, Table, headline, plain_text, sections
 from outrider.bench.study import Study
@@ -25,7 +27,14 @@ td { white-space: nowrap; } table.facts td + td { white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
 table.facts td { text-align: left; vertical-align: top; }
 table.facts td:first-child { color: #57606a; }
-.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; margin: .4rem 0; }
+/* What is wider than the page scrolls; a shadow at an edge says that there is more. */
+.wide { overflow-x: auto; max-width: 100%; background:
+        linear-gradient(to right, #fff 40%, transparent) left / 2.5rem 100% no-repeat local,
+        linear-gradient(to left, #fff 40%, transparent) right / 2.5rem 100% no-repeat local,
+        linear-gradient(to right, #0003, transparent) left / .9rem 100% no-repeat scroll,
+        linear-gradient(to left, #0003, transparent) right / .9rem 100% no-repeat scroll; }
+svg { max-width: 100%; min-width: 36rem; height: auto; margin: .4rem 0; }
+@media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 1rem; } h1 { font-size: 1.5rem; } }
 svg text { font-family: inherit !important; }
 ul { margin: .4rem 0; padding-left: 1.2rem; color: #57606a; }
 """
@@ -81,12 +90,14 @@ def as_html(
         body.append(f"<h2>{_e(part.title)}{_e(f' ({label})') if label else ''}</h2>")
         if part.words:
             body.append(f"<p>{_e(part.words)}</p>")
-        if part.figure and can_plot():
-            body.append(draw(part.figure))
+        plot, problems = _drawn(part, draw)
+        if plot:
+            body.append(f'<div class="wide">{plot}</div>')
         if part.table is not None:
             body.append(_html_table(part.table))
-        if part.details:
-            body.append("<ul>" + "".join(f"<li>{_e(line)}</li>" for line in part.details) + "</ul>")
+        details = [*part.details, *problems]
+        if details:
+            body.append("<ul>" + "".join(f"<li>{_e(line)}</li>" for line in details) + "</ul>")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -114,16 +125,35 @@ def write_markdown(
         lines += [f"## {part.title}{f' ({label})' if label else ''}", ""]
         if part.words:
             lines += [part.words, ""]
-        if part.figure and can_plot():
+        plot, problems = _drawn(part, draw)
+        if plot:
             picture = path.with_name(f"{path.stem}-{part.figure}.svg")
             header = '<?xml version="1.0" encoding="utf-8"?>\n'
-            write_whole(picture, header + draw(part.figure))
+            write_whole(picture, header + plot)
             lines += [f"![{part.title}]({picture.name})", ""]
         if part.table is not None:
             lines += [*plain_text(part.table), ""]
-        if part.details:
-            lines += [*(f"- {line}" for line in part.details), ""]
+        details = [*part.details, *problems]
+        if details:
+            lines += [*(f"- {line}" for line in details), ""]
     write_whole(path, "\n".join(lines))
+
+
+def json_text(study: Study) -> str:
+    """The study as JSON, with lists of numbers on one line each."""
+    text = json.dumps(study.as_json(), indent=1, ensure_ascii=False)
+    # No JSON string holds a line end, so that nothing inside one is matched.
+    return re.sub(r"\[\n[-+.\deE,\s]+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+
+
+def _drawn(part: Section, draw: Callable[[str], str]) -> tuple[str, list[str]]:
+    """The plot of a section, or "" and why it is missing: it shall not take the rest with it."""
+    if not part.figure or not can_plot():
+        return "", []
+    try:
+        return draw(part.figure), []
+    except Exception as error:
+        return "", [f"the plot could not be drawn ({type(error).__name__}: {error})"]
 
 
 def _html_table(table: Table) -> str:
@@ -137,4 +167,4 @@ def _html_table(table: Table) -> str:
 
 
 def _e(text: str) -> str:
-    return html.escape(text)
+    return html.escape(NOT_XML.sub("?", text))

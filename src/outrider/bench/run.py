@@ -31,6 +31,18 @@ class Measured:
     def sides(self) -> tuple[list[Pass], list[Pass]]:
         return self.plain, self.speculative
 
+    def add_round(self, passes: tuple[list[Pass], list[Pass]]) -> None:
+        """Take in a whole round, as the slices of each side."""
+        for rounds_of_side, parts in zip(self.sides, passes, strict=True):
+            rounds_of_side.append(sum(parts[1:], parts[0]))
+
+    def keep_whole_rounds(self) -> bool:
+        """Drop what one side has alone; whether anything is left."""
+        count = min(map(len, self.sides))
+        for rounds_of_side in self.sides:
+            del rounds_of_side[count:]
+        return count > 0
+
 
 def measure(
     make_plain: MakeLLM,
@@ -40,6 +52,7 @@ def measure(
     batch: int,
     rounds: int,
     done: Callable[[int], None] = lambda _: None,
+    result: Measured | None = None,
 ) -> Measured:
     """Decode all prompts `rounds` times by both sides.
 
@@ -50,8 +63,9 @@ def measure(
     Args:
         make_plain, make_speculative: engines on one target, given the batch size.
         done: called with the number of answers that were just finished.
+        result: where rounds go as they end, for who wants them when a later one does not.
     """
-    result = Measured(batch)
+    result = result or Measured(batch)
     slices = list(_slices(prompts, batch))
     for number in range(rounds):
         llms = make_plain(batch), make_speculative(batch)
@@ -62,8 +76,7 @@ def measure(
                     warm_up(llms[side], batch)
                 passes[side].append(drive(llms[side], part, params, batch))
                 done(len(part))
-        for rounds_of_side, parts in zip(result.sides, passes, strict=True):
-            rounds_of_side.append(sum(parts[1:], parts[0]))
+        result.add_round(passes)
     return result
 
 

@@ -10,6 +10,7 @@ from outrider.bench.summary import Kind, Measurement
 from outrider.bench.timing import Spread
 
 NOTHING = "–"
+FEW_DRAFTS = 20  # a share of fewer says little, and is shown as such
 BUSY_LOAD = 0.5  # processes waiting for a core before we began, over the last minute
 
 
@@ -49,7 +50,8 @@ def headline(study: Study) -> str:
     many = study.measurements
     gains = ", ".join(f"{times(one.speedup)} at {case_name(one)}" for one in many)
     same = f"{study.verdict.num_same} of {study.verdict.num_answers} answers are the plain text"
-    return f"Tokens per second of speculative over plain decoding: {gains}. {same}."
+    result = f"Tokens per second of speculative over plain decoding: {gains}. {same}."
+    return f"{study.incomplete} {result}" if study.incomplete else result
 
 
 def times(value: Spread | None) -> str:
@@ -128,8 +130,7 @@ def _speed(study: Study) -> Section:
         "speed of one request after its first token, without text that loops. Tokens per forward "
         "says how many tokens one forward of the target gave a request: plain decoding gives one. "
         "The first token's time is given for plain and speculative decoding. "
-        f"Medians over {counted(study.settings.rounds, 'round')} with {_range_name(study)} in "
-        "parentheses."
+        f"{_medians(study)}"
     )
     details = busy(study.provenance)
     details += [
@@ -141,10 +142,15 @@ def _speed(study: Study) -> Section:
     return Section("How much faster", words, Table(header, rows), "speedups", details)
 
 
-def _range_name(study: Study) -> str:
-    if study.measurements[0].speedup.kind == "quartiles":
-        return "the quartiles"
-    return "the lowest and highest"
+def _medians(study: Study) -> str:
+    """What the figures and the parentheses behind them are."""
+    rounds = [len(one.speedup.values) for one in study.measurements]
+    if max(rounds) == 1:
+        return "Figures of one round."
+    many = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else f"{rounds[0]}"
+    kinds = {one.speedup.kind for one in study.measurements}
+    ends = "the quartiles" if kinds == {"quartiles"} else "the lowest and highest"
+    return f"Medians over {many} rounds with {ends} in parentheses."
 
 
 def _kinds(one: Measurement) -> Section:
@@ -225,8 +231,7 @@ def _acceptance(study: Study) -> Section:
     for one in study.measurements:
         for source in one.sources:
             kept = source.num_accepted_draft_tokens / max(1, source.num_draft_tokens)
-            pairs = zip(source.accepted_per_position, source.drafted_per_position, strict=True)
-            shares = [f"{good / all_:.0%}" if all_ else NOTHING for good, all_ in pairs]
+            shares = [_share(good, all_) for good, all_ in source.places]
             shares = (shares + [""] * 8)[:8]
             label = f"{source.name}, {case_name(one)}"
             rows.append([label, str(source.num_draft_tokens), f"{kept:.0%}", *shares])
@@ -234,7 +239,8 @@ def _acceptance(study: Study) -> Section:
     words = (
         "Draft tokens submitted to the target by each source, and the share kept at each place of "
         "a draft. Later places are reached only when all before them were right, and the planner "
-        "submits only tokens that are likely to pay."
+        "submits only tokens that are likely to pay. In parentheses: shares of fewer than "
+        f"{FEW_DRAFTS} drafts, which say little."
     )
     causes: dict[str, int] = {}
     for one in study.measurements:
@@ -243,6 +249,13 @@ def _acceptance(study: Study) -> Section:
     listed = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in causes.items())
     details = [f"draft tokens that were not used: {listed}"] if listed else []
     return Section("What was drafted", words, Table(header, rows), "positions", details)
+
+
+def _share(kept: int, drafted: int) -> str:
+    if not drafted:
+        return NOTHING
+    text = f"{kept / drafted:.0%}"
+    return f"({text})" if drafted < FEW_DRAFTS else text
 
 
 def _contexts(study: Study) -> Section:

@@ -86,13 +86,18 @@ SIZES = {
 }
 
 
+def unsigned(seed: int) -> int:
+    """A seed of 64 bits for generators that take none below zero."""
+    return seed % 2**64
+
+
 class RandomWeights(Mapping[str, torch.Tensor]):
     """Weights made when they are asked for: a large model then never lies in memory twice."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, seed: int) -> None:
         self._shapes = shape.weights()
         self._dtype = dtype
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(unsigned(seed))
         # One block, read from another place for every tensor: noise for billions of weights
         # would take minutes, and no kernel is faster on numbers that come again.
         self._block = (0.02 * torch.randn(1 << 20, generator=generator)).to(dtype)
@@ -142,7 +147,7 @@ def random_prompts(
     vocab_size: int, count: int, num_tokens: int, seed: int
 ) -> list[tuple[int, list[int]]]:
     """(index, token ids) of prompts without meaning."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(unsigned(seed))
     rows = generator.integers(0, vocab_size, (count, num_tokens)).tolist()
     return list(enumerate(rows))
 
@@ -170,7 +175,7 @@ class ForcedSource(ScriptedSource):
         self._answers = answers
         self._rate = acceptance_rate
         self._right = {
-            index: np.random.default_rng((seed, index)).random(len(ids)) < acceptance_rate
+            index: np.random.default_rng((unsigned(seed), index)).random(len(ids)) < acceptance_rate
             for index, ids in answers.items()
         }
 

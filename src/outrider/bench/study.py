@@ -1,16 +1,17 @@
 """A whole bench: what is measured in which order, and everything that came of it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.contexts import context_prompts
 from outrider.bench.forward import ForwardCost, forward_cost
 from outrider.bench.lossless import Verdict
-from outrider.bench.run import Prompts, drive, measure
+from outrider.bench.run import Measured, Prompts, drive, measure
 from outrider.bench.speed_only import LABEL, ForcedSource, random_prompts
 from outrider.bench.summary import Measurement, summarise
-from outrider.bench.workload import Workload, encoded
+from outrider.bench.workload import Workload, check_room, encoded
 from outrider.cli.comparison import twin
 from outrider.sampling_params import SamplingParams
 
@@ -59,21 +60,49 @@ class Study:
     forward: ForwardCost | None = None
     verdict: Verdict = field(default_factory=Verdict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    num_cases: int = 0  # batch sizes, context lengths, acceptances: what is measured on its own
+    stopped: BaseException | None = field(default=None, repr=False)  # what ended it early
+
+    @property
+    def incomplete(self) -> str:
+        """What is missing, in one sentence; "" where everything was measured."""
+        if self.stopped is None:
+            return ""
+        of_user = isinstance(self.stopped, KeyboardInterrupt | SystemExit)
+        why = "interrupted" if of_user else f"{type(self.stopped).__name__}: {self.stopped}"
+        every = [*self.measurements, *self.contexts]
+        planned = self.settings.rounds * self.num_cases
+        whole = sum(len(one.rounds) for one in every)
+        return f"INCOMPLETE ({why}): {whole} of {planned} rounds were measured."
 
     def as_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "label": self.label,
+            "complete": self.stopped is None,
+            "incomplete": self.incomplete,
             "provenance": self.provenance,
             "target": self.target,
             "speculative_config": self.speculative_config,
             "settings": asdict(self.settings),
             "workload": self.workload,
             "lossless": self.verdict.as_json(),
+            "answers": self.verdict.references(),
             "measurements": [asdict(one) for one in self.measurements],
             "contexts": [asdict(one) for one in self.contexts],
             "forward": None if self.forward is None else asdict(self.forward),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured on its own: prompts at one batch size."""
+
+    prompts: Prompts
+    categories: Sequence[str]  # by prompt index
+    batch: int
+    group: Any  # prompts of one group and index are the same
+    about: dict[str, Any]  # what sets its `Measurement` apart
 
 
 def bench_model(
@@ -90,20 +119,21 @@ def bench_model(
         config: the speculative config whose sources are made anew for every round.
         done: called with the number of answers that were just finished.
     """
-    prompts = encoded(llm, workload, settings.max_tokens, settings.input_tokens)
     # Before anything is measured, so that a length that does not fit is refused at once.
+    check_room(llm.engine.max_model_len, settings.max_tokens, contexts=settings.contexts)
+    prompts = encoded(llm, workload, settings.max_tokens, settings.input_tokens)
     sweep = [(length, *context_prompts(llm, length)) for length in settings.contexts]
     study = Study(describe(llm.target), config, settings, workload.as_json())
-    study.forward = forward_cost(llm)
     categories = [prompt.category for prompt in workload.prompts]
-    for batch in settings.batches:
-        study.measurements.append(
-            _measured(llm, config, prompts, categories, batch, study, done, "workload")
-        )
-    for length, kinds, texts in sweep:
-        one = _measured(llm, config, texts, kinds, 1, study, done, length)
-        one.context_tokens = length
-        study.contexts.append(one)
+    study.num_cases = len(settings.batches) + len(sweep)
+    with _keeping(study):
+        study.forward = forward_cost(llm)
+        for batch in settings.batches:
+            case = Case(prompts, categories, batch, "workload", {})
+            _measure(llm, config, case, study, study.measurements, done)
+        for length, kinds, texts in sweep:
+            case = Case(texts, kinds, 1, length, {"context_tokens": length})
+            _measure(llm, config, case, study, study.contexts, done)
     return study
 
 
@@ -128,17 +158,18 @@ def bench_speed_only(
     about = {"origin": [], "num_prompts": len(prompts), "categories": {"random": len(prompts)}}
     config = {"forced_acceptance": list(acceptance), "num_draft_tokens": num_draft_tokens}
     study = Study(describe(llm.target), config, settings, about | {"notes": []}, LABEL)
-    study.forward = forward_cost(llm)
-    params = settings.params()
-    plain = drive(twin(llm, None, max_num_seqs=len(prompts)), prompts, params, len(prompts))
-    answers = {answer.index: answer.token_ids for answer in plain.answers}
-    for batch in settings.batches:
-        for rate in acceptance:
-            source = ForcedSource(answers, rate, num_draft_tokens, settings.seed)
-            kinds = ["random"] * len(prompts)
-            one = _measured(llm, source, prompts[:batch], kinds, batch, study, done, "random")
-            one.forced_acceptance = rate
-            study.measurements.append(one)
+    study.num_cases = len(settings.batches) * len(acceptance)
+    kinds = ["random"] * len(prompts)
+    with _keeping(study):
+        study.forward = forward_cost(llm)
+        size = len(prompts)
+        plain = drive(twin(llm, None, max_num_seqs=size), prompts, settings.params(), size)
+        answers = {answer.index: answer.token_ids for answer in plain.answers}
+        for batch in settings.batches:
+            for rate in acceptance:
+                source = ForcedSource(answers, rate, num_draft_tokens, settings.seed)
+                case = Case(prompts[:batch], kinds, batch, "random", {"forced_acceptance": rate})
+                _measure(llm, source, case, study, study.measurements, done)
     return study
 
 
@@ -162,25 +193,42 @@ def num_answers(settings: Settings, num_prompts: int, num_sweep_prompts: int = 4
     return 2 * settings.rounds * per_round
 
 
-def _measured(
+def _measure(
     llm: "LLM",
     config: Any,
-    prompts: Prompts,
-    categories: Sequence[str],
-    batch: int,
+    case: Case,
     study: Study,
+    into: list[Measurement],
     done: Callable[[int], None],
-    group: Any,
-) -> Measurement:
-    measured = measure(
-        lambda size: twin(llm, None, max_num_seqs=size),
-        lambda size: twin(llm, config, max_num_seqs=size),
-        prompts,
-        study.settings.params(),
-        batch,
-        study.settings.rounds,
-        done,
-    )
-    for name, rounds in zip(("plain", "speculative"), measured.sides, strict=True):
-        study.verdict.compare(llm, name, batch, rounds, group)
-    return summarise(measured, categories, [len(token_ids) for _, token_ids in prompts])
+) -> None:
+    """Measure one case; what ends it early leaves its whole rounds behind."""
+    measured = Measured(case.batch)
+    try:
+        measure(
+            lambda size: twin(llm, None, max_num_seqs=size),
+            lambda size: twin(llm, config, max_num_seqs=size),
+            case.prompts,
+            study.settings.params(),
+            case.batch,
+            study.settings.rounds,
+            done,
+            measured,
+        )
+    finally:
+        if measured.keep_whole_rounds():
+            for name, rounds in zip(("plain", "speculative"), measured.sides, strict=True):
+                study.verdict.compare(llm, name, case.batch, rounds, case.group)
+            lengths = [len(token_ids) for _, token_ids in case.prompts]
+            one = summarise(measured, case.categories, lengths)
+            into.append(replace(one, **case.about))
+
+
+@contextmanager
+def _keeping(study: Study) -> Iterator[None]:
+    """Whatever ends the body early ends up in the study, if a round was finished before."""
+    try:
+        yield
+    except BaseException as stop:
+        if not study.measurements:
+            raise
+        study.stopped = stop

@@ -6,17 +6,12 @@ from statistics import median
 from typing import Any
 
 from outrider.bench.drive import Pass, Span
+from outrider.bench.records import pass_record, phase_seconds, speculation
 from outrider.bench.run import Measured
 from outrider.bench.timing import Spread, spread
 from outrider.results import SourceMetrics, SpeculativeMetrics
 
 ALL = "all"
-# What a reader wants to know of a step, and the phases of `StepTimes` behind it.
-PHASES = {
-    "draft": ("plan", "propose"),
-    "verify": ("forward", "sample"),
-    "other": ("schedule", "pack", "commit"),
-}
 
 
 @dataclass(slots=True)
@@ -26,7 +21,7 @@ class Side:
     tokens_per_second: Spread  # output tokens over wall time, prompts included
     decode_tokens_per_second: Spread | None  # of one request after its first token, loops left out
     first_token_seconds: Spread  # median over the prompts
-    milliseconds_per_step: dict[str, float]  # by PHASES, prompt steps included, median
+    milliseconds_per_step: dict[str, float]  # by phase, prompt steps included, median
     mean_batch: float  # requests that got tokens per step
 
 
@@ -64,6 +59,11 @@ class Source:
     drafted_per_position: list[int]
     accepted_per_position: list[int]
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Accepted and drafted tokens at each place of a draft."""
+        return list(zip(self.accepted_per_position, self.drafted_per_position, strict=True))
+
 
 @dataclass(slots=True)
 class Measurement:
@@ -83,6 +83,7 @@ class Measurement:
     input_tokens: tuple[int, int] = (0, 0)  # shortest and longest prompt
     context_tokens: int | None = None  # of a context-length sweep
     forced_acceptance: float | None = None  # of a speed-only run
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # `pass_record` of each side
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -99,8 +100,7 @@ def summarise(measured: Measured, categories: Sequence[str], lengths: Sequence[i
     plain, speculative = measured.sides
     total = SpeculativeMetrics()
     for answer in (answer for part in speculative for answer in part.answers):
-        assert answer.output is not None
-        add(total, answer.output.metrics.speculative_decoding or SpeculativeMetrics())
+        add(total, speculation(answer))
     indices = [answer.index for answer in plain[0].answers]
     ratios = [
         b.num_tokens / b.seconds / (a.num_tokens / a.seconds)
@@ -124,6 +124,10 @@ def summarise(measured: Measured, categories: Sequence[str], lengths: Sequence[i
         sources=[_source(name, one) for name, one in sorted(total.per_source.items())],
         rejection_causes=dict(sorted(total.rejection_causes.items())),
         input_tokens=(min(lengths), max(lengths)),
+        rounds=[
+            {"plain": pass_record(a, categories), "speculative": pass_record(b, categories)}
+            for a, b in zip(plain, speculative, strict=True)
+        ],
     )
 
 
@@ -161,17 +165,14 @@ def _add_list(mine: list[int], theirs: Sequence[int]) -> None:
 def _side(rounds: Sequence[Pass]) -> Side:
     first = [median(a.first_token_seconds for a in part.answers) for part in rounds]
     indices = [answer.index for answer in rounds[0].answers]
+    phases = [(phase_seconds(part), part) for part in rounds]
     return Side(
         tokens_per_second=spread([part.num_tokens / part.seconds for part in rounds]),
         decode_tokens_per_second=_rates(rounds, indices),
         first_token_seconds=spread(first),
         milliseconds_per_step={
-            name: 1e3
-            * median(
-                sum(getattr(part.times, phase) for phase in phases) / max(1, part.times.steps)
-                for part in rounds
-            )
-            for name, phases in PHASES.items()
+            name: 1e3 * median(one[name] / max(1, p.times.steps) for one, p in phases)
+            for name in phases[0][0]
         },
         mean_batch=median(part.mean_batch for part in rounds),
     )
@@ -184,8 +185,7 @@ def _kind(
     kept = drafted = 0
     for part in speculative:
         for answer in (answer for answer in part.answers if answer.index in indices):
-            assert answer.output is not None
-            metrics = answer.output.metrics.speculative_decoding or SpeculativeMetrics()
+            metrics = speculation(answer)
             drafted += metrics.num_draft_tokens
             kept += metrics.num_accepted_draft_tokens
     return Kind(

@@ -3,7 +3,7 @@
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from outrider.bench.sections import Table, case_name, headline, number, ratio, times
+from outrider.bench.sections import Table, busy, case_name, headline, number, ratio, times
 from outrider.bench.study import Study
 from outrider.bench.summary import Kind, Measurement
 from outrider.bench.timing import Spread
@@ -11,7 +11,9 @@ from outrider.bench.timing import Spread
 if TYPE_CHECKING:
     from rich.console import Console
 
-HEADER_WIDTH = 7  # so that the tables fit in 80 columns
+HEADER_WIDTH = 8  # of "speed-up"; so that the tables fit in 80 columns
+
+MOST_COLUMNS = 1000  # a table without borders is asked how wide it would like to be
 
 
 def show(console: "Console", study: Study) -> None:
@@ -38,9 +40,16 @@ def show(console: "Console", study: Study) -> None:
             f"here {one['other_token']!r}"
         )
 
+    for note in [*study.workload["notes"], *busy(study.provenance)]:
+        console.print(f"· {note}")
+
 
 def show_table(console: "Console", table: Table, title: str = "") -> None:
-    """One table; headers break at spaces so that it stays narrow."""
+    """One table; headers break at spaces so that it stays narrow.
+
+    Where even that is wider than the terminal, every row becomes a list: cut figures are wrong.
+    """
+    from rich.measure import Measurement as Width
     from rich.table import Table as RichTable
 
     shown = RichTable(
@@ -59,7 +68,24 @@ def show_table(console: "Console", table: Table, title: str = "") -> None:
     for row in table.rows:
         shown.add_row(*row)
     console.print()
-    console.print(shown)
+    if (
+        Width.get(console, console.options.update(max_width=MOST_COLUMNS), shown).maximum
+        > console.width
+    ):
+        _show_list(console, table, title)
+    else:
+        console.print(shown)
+
+
+def _show_list(console: "Console", table: Table, title: str) -> None:
+    if title:
+        console.print(title, style="bold")
+    first, *names = table.header
+    for row in table.rows:
+        console.print(" ".join(filter(None, (row[0], first))), style="bold")
+        for name, cell in zip(names, row[1:], strict=True):
+            if cell:
+                console.print(f"  {name.replace('/ ', '/')}: {cell}")
 
 
 def _speeds(many: list[Measurement]) -> Table:

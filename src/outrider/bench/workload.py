@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.prompts import Message, PromptRecord, read_jsonl
+from outrider.cli.prompts import STDIN, Message, PromptRecord, file_name, parse_jsonl, read_once
 from outrider.errors import PromptError
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WORKLOAD = Path(__file__).parent / "workload.jsonl"
 WARM_UP = Path(__file__).parent / "warm_up.jsonl"  # never measured
+UNNAMED = "workload"  # category of prompts without one that come through a pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def read_workload(
     """Prompts of JSONL files with `prompt`, `turns` (the first counts) or `messages`.
 
     Args:
-        paths: none: the workload that comes with outrider.
+        paths: files, pipes or ``-`` for standard input, each read once; none: the workload that
+            comes with outrider.
         categories: only these; a line without a category has its file's name.
         limit: thin the prompts evenly to this many.
 
@@ -66,13 +68,14 @@ def read_workload(
     """
     workload = Workload([])
     for path in paths or (DEFAULT_WORKLOAD,):
-        records = read_jsonl(path)
-        workload.prompts += [_prompt(record, path.stem) for record in records]
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        workload.origin.append({"file": path.name, "sha256": digest})
+        name, category = _names(path)
+        data = read_once(path)
+        records = parse_jsonl(data, file_name(path))
+        workload.prompts += [_prompt(record, category) for record in records]
+        workload.origin.append({"file": name, "sha256": hashlib.sha256(data).hexdigest()})
         longer = sum(len(record.turns) > 1 for record in records)
         if longer:
-            workload.notes.append(f"{path.name}: only the first turn of {longer} conversations")
+            workload.notes.append(f"{name}: only the first turn of {longer} conversations")
     _keep_categories(workload, categories)
     _drop_repeated(workload)
     if limit is not None and len(workload.prompts) > limit:
@@ -80,6 +83,31 @@ def read_workload(
         workload.notes.append(f"{limit} of {count} prompts, evenly spread")
         workload.prompts = [workload.prompts[i * count // limit] for i in range(limit)]
     return workload
+
+
+def check_room(
+    max_model_len: int,
+    max_tokens: int,
+    input_tokens: int | None = None,
+    contexts: Sequence[int] = (),
+) -> None:
+    """Refuse lengths that do not fit in the context: answers would end early without a word.
+
+    Raises:
+        PromptError: names the option that asks for too much.
+    """
+    asked = [("--input-tokens", input_tokens or 1)]
+    asked += [("--context-lengths", length) for length in contexts]
+    for option, num_tokens in asked:
+        if num_tokens + max_tokens <= max_model_len:
+            continue
+        given = f"--max-tokens {max_tokens}"
+        if num_tokens > 1:
+            given = f"{option} {num_tokens} and {given} together"
+        raise PromptError(
+            f"{given} must leave room in the context: it has {max_model_len} tokens, and "
+            f"{num_tokens + max_tokens} would be needed"
+        )
 
 
 def token_ids_of(llm: "LLM", prompt: BenchPrompt) -> list[int]:
@@ -104,12 +132,8 @@ def encoded(
     Raises:
         PromptError: no prompt is left.
     """
+    check_room(llm.engine.max_model_len, max_tokens, input_tokens)
     longest = llm.engine.max_model_len - max_tokens
-    if input_tokens is not None and input_tokens > longest:
-        raise PromptError(
-            f"{input_tokens} input tokens and {max_tokens} output tokens do not fit in "
-            f"{llm.engine.max_model_len} tokens of context"
-        )
     every = [token_ids_of(llm, prompt) for prompt in workload.prompts]
     least = input_tokens or 1
     fitting = [i for i, ids in enumerate(every) if least <= len(ids)]
@@ -121,6 +145,16 @@ def encoded(
     if not fitting:
         raise PromptError(f"no prompt is left: {workload.notes[-1]}")
     return [(i, every[i][-input_tokens:] if input_tokens else every[i]) for i in fitting]
+
+
+def _names(path: Path) -> tuple[str, str]:
+    """What a report calls a file, and the category of its prompts that have none."""
+    if str(path) == STDIN:
+        return "standard input", UNNAMED
+    if path.exists() and not path.is_file():
+        return "a pipe", UNNAMED
+    printable = "".join(c if c.isprintable() else "?" for c in path.stem)
+    return path.name, printable
 
 
 def _prompt(record: PromptRecord, file: str) -> BenchPrompt:

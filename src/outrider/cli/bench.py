@@ -1,22 +1,27 @@
 """`outrider bench`: plain against speculative decoding, as honestly as one machine allows."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
 from outrider.cli.bench_options import (
-    FORMATS,
+    MOST_REQUESTS,
     MeasureOptions,
     ReportOptions,
     SpeedOnlyOptions,
     WorkloadOptions,
+    check_combination,
     cpu_threads,
+    given_options,
     numbers,
 )
 from outrider.cli.bench_peers import peers as peers
+from outrider.cli.console import messages, output
 from outrider.cli.options import ModelOptions
 from outrider.errors import ConfigError
 
@@ -39,28 +44,40 @@ def bench(
     Both sides run the same prompts with the same seeds in the same process, in alternating rounds
     after a warm-up. `outrider bench peers` runs the prompts through other engines.
     """
+    is_random = speed_only.speed_only is not None
+    check_combination(given_options(context), is_random, context.invoked_subcommand)
     if context.invoked_subcommand is not None:
         return
-    report.check()
     settings = _settings(workload, measure)
+    report.check()
     _pin(model)
-    study = (
-        _random_model(model, settings, speed_only)
-        if speed_only.speed_only is not None
-        else _real_model(model, settings, workload)
-    )
-    _write(study, report)
+    try:
+        study = (
+            _random_model(model, settings, speed_only)
+            if is_random
+            else _real_model(model, settings, workload)
+        )
+    except (KeyboardInterrupt, SystemExit):
+        messages().print("interrupted: nothing was measured")
+        raise
+    _show_and_write(study, report)
+    if study.stopped is not None:
+        raise study.stopped
 
 
 def _real_model(model: ModelOptions, settings: "Settings", options: WorkloadOptions) -> "Study":
     from outrider.bench.provenance import provenance
     from outrider.bench.study import bench_model, num_answers
-    from outrider.bench.workload import read_workload
+    from outrider.bench.workload import check_room, read_workload
     from outrider.cli.options import parse_speculative_config
 
     config = parse_speculative_config(model.speculative_config)
     if config is None:
         raise ConfigError("bench needs drafts: --speculative-config is 'none', expected another")
+    if model.max_model_len is not None:
+        check_room(
+            model.max_model_len, settings.max_tokens, settings.input_tokens, settings.contexts
+        )
     workload = read_workload(options.workload or (), options.category or (), options.limit)
     llm = replace(model, max_num_seqs=max(settings.batches)).load()
     about = provenance(cpu_threads())
@@ -72,16 +89,18 @@ def _real_model(model: ModelOptions, settings: "Settings", options: WorkloadOpti
 
 def _random_model(model: ModelOptions, settings: "Settings", options: SpeedOnlyOptions) -> "Study":
     from outrider.bench.provenance import provenance
-    from outrider.bench.speed_only import random_target
+    from outrider.bench.speed_only import MAX_MODEL_LEN, random_target
     from outrider.bench.study import bench_speed_only
+    from outrider.bench.workload import check_room
     from outrider.cli.progress import start_up
     from outrider.llm import LLM
 
     assert options.speed_only is not None
-    rates = numbers(options.acceptance, float, "--acceptance")
+    rates = numbers(options.acceptance, float, "--acceptance", most=1.0)
     settings = replace(
         settings, input_tokens=settings.input_tokens or SPEED_ONLY_INPUT, ignore_eos=True
     )
+    check_room(MAX_MODEL_LEN, settings.max_tokens, settings.input_tokens)
     with start_up():
         llm = LLM(
             target=random_target(options.speed_only, model.dtype, settings.seed),
@@ -99,7 +118,7 @@ def _settings(workload: WorkloadOptions, measure: MeasureOptions) -> "Settings":
     from outrider.bench.study import Settings
 
     settings = Settings(
-        batches=tuple(numbers(measure.batch, int, "--batch")),
+        batches=tuple(numbers(measure.batch, int, "--batch", most=MOST_REQUESTS)),
         rounds=measure.rounds,
         max_tokens=workload.max_tokens,
         input_tokens=workload.input_tokens,
@@ -124,8 +143,6 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, to be told how many answers were just finished."""
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from outrider.cli.console import messages
-
     console = messages()
     columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
@@ -135,18 +152,28 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def _write(study: "Study", options: ReportOptions) -> None:
-    import json
-
-    from outrider.bench.provenance import write_whole
-    from outrider.bench.report import write_report
+def _show_and_write(study: "Study", report: ReportOptions) -> None:
+    """The terminal comes first: a full disk shall not take the results with it."""
     from outrider.bench.terminal import show
-    from outrider.cli.console import messages, output
 
-    written = [options.beside(".json")]
-    write_whole(written[0], json.dumps(study.as_json(), indent=1, ensure_ascii=False))
-    if options.report != "none":
-        written.append(options.beside(FORMATS[options.report]))
-        write_report(study, written[-1])
-    show(output(), study)
-    messages().print("\nwritten: " + ", ".join(map(str, written)), style="dim")
+    try:
+        show(output(), study)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # as rich ends the process when nobody reads on
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        _write(study, report)
+
+
+def _write(study: "Study", report: ReportOptions) -> None:
+    from outrider.bench.provenance import write_whole
+    from outrider.bench.report import json_text, write_report
+
+    try:
+        write_whole(report.files[0], json_text(study))
+        for path in report.files[1:]:
+            write_report(study, path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; the results are shown above") from error
+    messages().print("\nwritten: " + ", ".join(map(str, report.files)), style="dim")

@@ -1,11 +1,14 @@
 """Options of `outrider bench`."""
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from outrider.checks import shown
 from outrider.errors import ConfigError
 
 WORKLOAD_PANEL = "Workload"
@@ -13,6 +16,22 @@ MEASURE_PANEL = "Measuring"
 SPEED_PANEL = "Speed only"
 REPORT_PANEL = "Report"
 FORMATS = {"html": ".html", "markdown": ".md", "none": ""}
+MOST_REQUESTS = 512  # at once: each needs a row of a forward, max_num_batched_tokens by default
+# Parameters that mean nothing for a model of random weights, and those that mean nothing else.
+REAL_MODEL_ONLY = (
+    "model",
+    "tokenizer",
+    "speculative_config",
+    "max_model_len",
+    "kv_cache_tokens",
+    "deterministic",
+    "device",
+    "workload",
+    "category",
+    "limit",
+    "context_lengths",
+)
+SPEED_ONLY_ONLY = ("acceptance", "draft_tokens")
 
 
 @dataclass(slots=True)
@@ -151,32 +170,108 @@ class ReportOptions:
 
         if self.report not in FORMATS:
             raise ConfigError(f"--report must be one of {', '.join(FORMATS)}, got {self.report!r}")
-        if self.output.suffix in (".json", ".html", ".md"):
-            self.output = self.output.with_suffix("")
-        if self.output.parent.exists() and not self.output.parent.is_dir():
-            raise ConfigError(f"--output: {self.output.parent} is no directory")
-        if self.report != "none":
-            from outrider.bench.plots import INSTALL, can_plot
+        self._check_name()
+        from outrider.bench.provenance import check_writable
 
-            if not can_plot():
-                messages().print(f"The report will have no plots; for them: {INSTALL}")
+        for path in self.files:
+            check_writable(path)
+        if self.report != "none":
+            from outrider.bench.plots import why_no_plots
+
+            reason = why_no_plots()
+            if reason:
+                messages().print(f"The report will have no plots: {reason}")
+
+    def _check_name(self) -> None:
+        """Cut a suffix that the files get anyway; one of another kind is a misunderstanding."""
+        given, suffix = str(self.output), self.output.suffix
+        own = [".json", *filter(None, [FORMATS[self.report]])]
+        if suffix in own:
+            self.output = self.output.with_suffix("")
+        elif re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # ".6B" belongs to a name
+            raise ConfigError(
+                f"--output must be a name without suffix, or end in {' or '.join(own)} "
+                f"for --report {self.report}, got {given!r}"
+            )
+        if self.output.name in ("", "..") or self.output.is_dir():
+            example = self.output / "bench"
+            raise ConfigError(
+                f"--output must name the files, for example {str(example)!r}, "
+                f"got the directory {given!r}"
+            )
+
+    @property
+    def files(self) -> list[Path]:
+        """The JSON, and the report where one is wanted."""
+        names = [self.beside(".json")]
+        if self.report != "none":
+            names.append(self.beside(FORMATS[self.report]))
+        return names
 
     def beside(self, suffix: str) -> Path:
         return self.output.with_name(self.output.name + suffix)
 
 
-def numbers(text: str, kind: type, name: str, may_be_empty: bool = False) -> list[Any]:
-    """The numbers of ``1,2,4``."""
+def numbers(
+    text: str,
+    kind: type,
+    name: str,
+    may_be_empty: bool = False,
+    most: float | None = None,
+) -> list[Any]:
+    """The numbers of ``1,2,4``, each given once: whole ones from 1, others from 0, up to `most`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
         values = [kind(part) for part in parts]
     except ValueError as error:
-        raise ConfigError(f"{name} must be numbers with commas between, got {text!r}") from error
-    if any(value < 0 or (kind is int and value < 1) for value in values):
-        raise ConfigError(f"{name} must be positive numbers, got {text!r}")
+        raise ConfigError(
+            f"{name} must be numbers with commas between, got {shown(text)}"
+        ) from error
+    if any(
+        value < 0 or not math.isfinite(value) or (kind is int and value < 1) for value in values
+    ):
+        raise ConfigError(f"{name} must be positive numbers, got {shown(text)}")
+    if most is not None and any(value > most for value in values):
+        raise ConfigError(f"{name} must be numbers of at most {most}, got {shown(text)}")
+    if len(set(values)) < len(values):
+        raise ConfigError(f"{name} must have every number once, got {shown(text)}")
     if not values and not may_be_empty:
-        raise ConfigError(f"{name} needs at least one number")
+        raise ConfigError(f"{name} needs at least one number, got {shown(text)}")
     return values
+
+
+def given_options(context: typer.Context) -> dict[str, str]:
+    """What stands on the command line, by parameter: ``{"max_tokens": "--max-tokens"}``."""
+    return {
+        parameter.name: max(parameter.opts, key=len)
+        for parameter in context.command.params
+        if parameter.name is not None
+        and (source := context.get_parameter_source(parameter.name)) is not None
+        and source.name == "COMMANDLINE"
+    }
+
+
+def check_combination(given: dict[str, str], speed_only: bool, subcommand: str | None) -> None:
+    """Refuse options that would be ignored beside the others.
+
+    Raises:
+        ConfigError: names the option and what it does not go with.
+    """
+    if subcommand is not None:
+        for option in given.values():
+            raise ConfigError(
+                f"{option} belongs to `bench`, not to `bench {subcommand}`: "
+                f"expected options of `{subcommand}` behind its name"
+            )
+    if "max_num_seqs" in given:
+        raise ConfigError(
+            f"{given['max_num_seqs']} does not go with bench: expected --batch, which says how "
+            "many requests are under way"
+        )
+    for name in REAL_MODEL_ONLY if speed_only else SPEED_ONLY_ONLY:
+        if name in given:
+            other = "with" if speed_only else "without"
+            raise ConfigError(f"{given[name]} does not go {other} --speed-only")
 
 
 def cpu_threads() -> int:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.checks import shown
 from outrider.errors import PromptError
 from outrider.text import check_unicode
 
 Message = dict[str, str]
+STDIN = "-"
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(slots=True)
@@ -32,33 +35,56 @@ def gather(arguments: list[str], file: Path | None) -> list[PromptRecord]:
     Raises:
         PromptError: nothing given, or the file does not hold prompts.
     """
-    records = [PromptRecord([_read_stdin() if p == "-" else p], []) for p in arguments]
+    records = [PromptRecord([_read_stdin() if p == STDIN else p], []) for p in arguments]
+    for record in records:
+        _check_text(record, "a prompt")
     if file is not None:
         records += read_jsonl(file)
     if not records:
         raise PromptError("no prompt given: pass one as argument, '-' for stdin, or --file JSONL")
-    for record in records:
-        # A chat template wraps even nothing into tokens, and the model makes something up.
-        if not all(turn.strip() for turn in record.turns):
-            raise PromptError(f"a prompt is empty: expected text, got {record.turns!r:.60}")
-        for text in [*record.turns, *(message["content"] for message in record.before)]:
-            check_unicode(text, "a prompt")
     return records
 
 
 def read_jsonl(path: Path) -> list[PromptRecord]:
     """Records of a JSONL file; each line holds ``prompt``, ``turns`` or ``messages``."""
+    return parse_jsonl(read_once(path), file_name(path))
+
+
+def read_once(path: Path) -> bytes:
+    """All that a file, a pipe or (``-``) standard input holds; a pipe gives it only once."""
     try:
-        # Not splitlines(): JSON strings may hold U+2028 and other line ends of Unicode.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PromptError(f"cannot read {path}: {reason}") from error
+        return sys.stdin.buffer.read() if str(path) == STDIN else path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"cannot read {file_name(path)}: {error.strerror or error}") from error
+
+
+def file_name(path: Path) -> str:
+    """What messages call it."""
+    return "standard input" if str(path) == STDIN else str(path)
+
+
+def parse_jsonl(data: bytes, name: str) -> list[PromptRecord]:
+    """Records of the lines of a JSONL file.
+
+    Raises:
+        PromptError: a line is no record (the message has its number), or there is none.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise PromptError(
+            f"cannot read {name}:{number}: expected UTF-8, got the byte "
+            f"0x{data[error.start]:02x} ({error.reason})"
+        ) from error
+    # Not splitlines(): JSON strings may hold U+2028 and other line ends of Unicode.
     records = [
-        _record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+        _record(line, f"{name}:{number}")
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
     ]
     if not records:
-        raise PromptError(f"{path} holds no prompts")
+        raise PromptError(f"{name} holds no prompts")
     return records
 
 
@@ -73,28 +99,64 @@ def _record(line: str, where: str) -> PromptRecord:
         raise PromptError(f"{where}: cannot be read as JSON: {error}") from error
     if not isinstance(entry, dict):
         raise PromptError(f"{where}: expected a JSON object, got {line[:40]!r}")
-    label = str(entry.get("category", ""))
-    if isinstance(entry.get("prompt"), str):
-        return PromptRecord([entry["prompt"]], [], label)
-    if _is_list_of(entry.get("turns"), str):
-        return PromptRecord(entry["turns"], [], label)
-    if _is_list_of(entry.get("messages"), dict):
-        return _from_messages(entry["messages"], where, label)
+    record = _turns(entry, where)
+    record.label = _label(entry, where)
+    _check_text(record, f"{where}: a prompt")
+    return record
+
+
+def _turns(entry: dict[str, Any], where: str) -> PromptRecord:
+    """What is to be answered, under the first of the three keys that is there."""
+    if "prompt" in entry:
+        if not isinstance(entry["prompt"], str):
+            raise PromptError(f"{where}: 'prompt' must be text, got {shown(entry['prompt'])}")
+        return PromptRecord([entry["prompt"]], [])
+    for key, kind, kinds in (("turns", str, "texts"), ("messages", dict, "objects")):
+        if key in entry:
+            if not _is_list_of(entry[key], kind):
+                raise PromptError(
+                    f"{where}: {key!r} must be a list of {kinds}, at least one, "
+                    f"got {shown(entry[key])}"
+                )
+            given = entry[key]
+            return PromptRecord(given, []) if kind is str else _from_messages(given, where)
     raise PromptError(
         f"{where}: expected 'prompt' (text), 'turns' (list of texts) or 'messages' "
-        f"(list of objects), got the keys {sorted(entry)}"
+        f"(list of objects), got the keys {shown(sorted(entry))}"
     )
 
 
-def _from_messages(messages: list[Any], where: str, label: str) -> PromptRecord:
+def _label(entry: dict[str, Any], where: str) -> str:
+    label = entry.get("category", "")
+    # Tables, plots and JSON show it: no line ends, control characters or halves of characters.
+    if not isinstance(label, str) or not label.isprintable():
+        raise PromptError(f"{where}: 'category' must be printable text, got {shown(label)}")
+    return label.strip()
+
+
+def _check_text(record: PromptRecord, what: str) -> None:
+    # A chat template wraps even nothing into tokens, and the model makes something up.
+    if not all(turn.strip() for turn in record.turns):
+        raise PromptError(f"{what} is empty: expected text, got {shown(record.turns)}")
+    for text in [*record.turns, *(message["content"] for message in record.before)]:
+        check_unicode(text, what)
+
+
+def _from_messages(messages: list[Any], where: str) -> PromptRecord:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise PromptError(f"{where}: each message needs 'role' and 'content' as text")
+            raise PromptError(
+                f"{where}: each message needs 'role' and 'content' as text, got {shown(message)}"
+            )
+        if message["role"] not in ROLES:
+            raise PromptError(
+                f"{where}: a role must be one of {', '.join(ROLES)}, got {shown(message['role'])}"
+            )
     if messages[-1]["role"] != "user":
         raise PromptError(
             f"{where}: the last message must be the user's, got {messages[-1]['role']!r}"
         )
-    return PromptRecord([messages[-1]["content"]], messages[:-1], label)
+    return PromptRecord([messages[-1]["content"]], messages[:-1])
 
 
 def _is_list_of(value: object, kind: type) -> bool:
