@@ -88,6 +88,7 @@ def test_a_runner_is_stopped_between_calls_and_ended_in_the_end(
 
 
 def _state(pid: int) -> str:
+    state = ""
     for _ in range(100):
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
         if state == "T":
