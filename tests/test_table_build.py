@@ -1,6 +1,7 @@
 """What a build keeps: counts, values, memory, files; with the compiled library and without."""
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,8 +158,8 @@ def test_a_temporary_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
         builder._most_pending = 700
         for text in texts(60, 100):
             builder.add(text)
-        for run in tmp_path.glob("*/run-1"):
-            run.write_bytes(run.read_bytes()[:-5])
+        run = builder._runs[1].file
+        os.ftruncate(run, os.fstat(run).st_size - 5)
         with pytest.raises(TableError, match="cannot read temporary files"):
             builder.finish(tmp_path / "t.table", {})
     assert list(tmp_path.iterdir()) == []
@@ -237,7 +238,7 @@ def test_merged_counts_are_those_of_both(tmp_path: Path, same_size: bool) -> Non
     merge(tables[0], tables[1], tmp_path / "merged.table", {"merged": 2})
     merged = Table(tmp_path / "merged.table")
     merged.verify()
-    assert merged.provenance == {"merged": 2}
+    assert merged.provenance["merged"] == 2
     for token in range(12):
         follow = Counter(
             int(b) for part in parts for i, text in enumerate(part)

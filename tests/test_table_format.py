@@ -11,7 +11,8 @@ from table_cases import PROVENANCE, texts, write_table
 
 from outrider.errors import TableError
 from outrider.tables import format as table_format
-from outrider.tables.format import PRELUDE, Table, written_whole
+from outrider.tables.files import check_output, written_whole
+from outrider.tables.format import PRELUDE, Table
 from outrider.tables.records import Settings
 
 
@@ -95,7 +96,7 @@ def test_foreign_and_newer_files_are_refused(tmp_path: Path, content: bytes, mes
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"missing\.table: No such file"):
         Table(tmp_path / "missing.table")
-    with pytest.raises(TableError, match="Is a directory"):
+    with pytest.raises(TableError, match="expected a regular file, it is a directory"):
         Table(tmp_path)
 
 
@@ -114,9 +115,9 @@ def test_a_header_that_makes_no_sense_is_refused_though_its_checksum_fits(
             Table(path)
 
 
-def test_a_disk_that_fills_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_disk_that_fills_leaves_the_old_file_and_nothing_else(good: Path, tmp_path: Path) -> None:
     path = tmp_path / "kept.table"
-    path.write_bytes(b"old")
+    old = shutil.copy(good, path).read_bytes()
     full = pytest.raises(TableError, match=r"cannot write .*kept\.table: No space left")
     with full, written_whole(path) as file:
         file.write(b"new")
@@ -124,7 +125,7 @@ def test_a_disk_that_fills_leaves_the_old_file_and_nothing_else(tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt), written_whole(path):
         raise KeyboardInterrupt
     assert [p.name for p in tmp_path.iterdir()] == ["kept.table"]
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == old
     with pytest.raises(TableError, match="cannot write"):
         write_table(tmp_path / "no" / "directory.table", texts(1))
 

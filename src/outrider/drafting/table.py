@@ -1,11 +1,13 @@
 """Drafts from a table that was built offline from text of the kind the target writes."""
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.checks import number, shown
 from outrider.drafting.confidence import (
     MAX_REQUEST_WEIGHT,
     REQUEST_WEIGHT,
@@ -71,11 +73,10 @@ class TableSource(DraftSource):
                 f"a table drafts at most {MAX_WIDTH} tokens with {MAX_BRANCHES} branches, got "
                 f"num_speculative_tokens={num_speculative_tokens} and branches={branches}"
             )
-        if not 0 <= min_survival <= 1:
-            raise ConfigError(f"min_survival must be in [0, 1], got {min_survival}")
+        min_survival = number("min_survival", min_survival, 0, 1)
         if not isinstance(table, Table | str | Path):
-            raise ConfigError(f"a table must be one or the path of a file, got {table!r}")
-        self.table = table if isinstance(table, Table) else Table(table)
+            raise ConfigError(f"a table must be one or the path of a file, got {shown(table)}")
+        self.table = table if isinstance(table, Table) else Table(os.path.expanduser(table))
         self.max_draft_tokens = num_speculative_tokens
         self._rates = Rates(self.table.confidence, USUAL_WEIGHT)
         self._lookup = TableLookup(
@@ -97,12 +98,12 @@ class TableSource(DraftSource):
         fingerprint = getattr(tokenizer, "fingerprint", None)
         if fingerprint is not None and fingerprint != self.table.fingerprint:
             raise TokenizerMismatch(
-                f"the table {self.table.path} was made for the tokenizer "
+                f"the table {self.table} was made for the tokenizer "
                 f"{self.table.fingerprint}, the target's is {fingerprint}"
             )
         if self.table.vocab_size > target.vocab_size:
             raise TokenizerMismatch(
-                f"the table {self.table.path} was made for {self.table.vocab_size} token ids, "
+                f"the table {self.table} was made for {self.table.vocab_size} token ids, "
                 f"the target has {target.vocab_size}"
             )
         self._lookup.make_room(max_num_seqs)

@@ -5,8 +5,6 @@ beyond it to a file that is read once per range of buckets. The same texts give 
 whatever the budget and the number of threads.
 """
 
-import contextlib
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from outrider.checks import integer, shown
 from outrider.errors import TableError
 from outrider.native import library
-from outrider.tables.format import write_table
-from outrider.tables.place import EntryStore, Placed, place
+from outrider.tables.files import Scratch, check_output
+from outrider.tables.format import check_provenance, write_table
+from outrider.tables.hashing import MAX_KEY
+from outrider.tables.header import header_fields
+from outrider.tables.place import EntryStore, Placed, Sizing, place
 from outrider.tables.plain import entries_of
 from outrider.tables.records import (
     ENTRY,
@@ -32,7 +34,7 @@ from outrider.tables.records import (
 from outrider.tables.replay import Stream, calibrated
 
 DEFAULT_MEMORY = 1 << 30
-MIN_MEMORY = 64 << 20
+MIN_MEMORY, MAX_MEMORY = 64 << 20, 1 << 50
 HELD_OUT = 32  # one text in so many is kept out of the table, to calibrate confidence
 MAX_HELD_OUT = 200_000  # tokens
 PIECES_AT_ONCE = 8  # of the scan, between two looks at the memory
@@ -54,6 +56,7 @@ class BuiltTable:
     num_contexts: int
     num_slots: int
     num_bytes: int
+    left_out: Mapping[str, int]  # contexts worth keeping that are not there, by reason
 
 
 class TableBuilder:
@@ -78,17 +81,16 @@ class TableBuilder:
         memory: int = DEFAULT_MEMORY,
         directory: Path | None = None,
     ) -> None:
-        if not 0 < vocab_size <= MAX_VOCABULARY:
-            raise TableError(f"a vocabulary must have 1 to {MAX_VOCABULARY} ids, got {vocab_size}")
+        self.vocab_size = integer("vocab_size", vocab_size, 1, MAX_VOCABULARY, TableError)
+        self.memory = integer("memory", memory, 0, MAX_MEMORY, TableError)
         if memory < MIN_MEMORY:
             raise TableError(f"a build needs at least {MIN_MEMORY} bytes of memory, got {memory}")
+        if not isinstance(fingerprint, str) or not fingerprint:
+            raise TableError(f"fingerprint must be that of a tokenizer, got {shown(fingerprint)}")
         self.settings = settings or Settings()
-        self.vocab_size, self.fingerprint = vocab_size, fingerprint
-        self.memory = memory
+        self.fingerprint = fingerprint
         self.num_tokens = self.num_texts = 0
-        self._directory = directory
-        self._cleanup = contextlib.ExitStack()
-        self._work: Path | None = None
+        self._scratch = Scratch(directory)
         self._most_pending = memory // 2 // RUN_BYTES_PER_TOKEN
         self._pending: list[np.ndarray] = []
         self._pending_counted: list[np.ndarray] = []
@@ -96,48 +98,78 @@ class TableBuilder:
         self._held_out: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_held_out = 0
         self._runs: list[Run] = []
+        self._is_finished = False
 
     def __enter__(self) -> "TableBuilder":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
+        self._scratch.close()
 
     def add(self, token_ids: np.ndarray, counted: np.ndarray | None = None) -> None:
         """Take in one text.
 
         Args:
-            token_ids: int32 [n].
+            token_ids: integers [n].
             counted: bool [n], False where a token is only context of others; default: all True.
 
         Raises:
-            TableError: an id outside the vocabulary.
+            TableError: no such arrays, an id outside the vocabulary, or a full disk.
         """
+        self._check_open()
+        self._check_text(token_ids, counted)
         if not len(token_ids):
             return
-        if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
+        self.num_texts += 1
+        self.num_tokens += len(token_ids)
+        first = 0
+        if self.num_texts % HELD_OUT == 0 and self._num_held_out < MAX_HELD_OUT:
+            first = min(len(token_ids), MAX_HELD_OUT - self._num_held_out)
+            self._held_out.append(_piece(token_ids, counted, 0, first))
+            self._num_held_out += first
+        while first < len(token_ids):  # a text may be longer than a run
+            end = len(token_ids)
+            if library() is not None:
+                end = min(end, first + self._most_pending - self._num_pending)
+            tokens, mask = _piece(token_ids, counted, first, end)
+            self._pending.append(tokens)
+            self._pending_counted.append(mask)
+            self._num_pending += end - first
+            first = end
+            if library() is not None and self._num_pending >= self._most_pending:
+                self._end_run(to_disk=True)
+
+    def _check_open(self) -> None:
+        if self._is_finished:
+            raise TableError("the table of this builder is finished: make another builder")
+
+    def _check_text(self, token_ids: Any, counted: Any) -> None:
+        if (
+            not isinstance(token_ids, np.ndarray)
+            or token_ids.ndim != 1
+            or token_ids.dtype.kind not in "iu"
+        ):
+            raise TableError(
+                "token ids must be a one-dimensional array of integers, got "
+                f"{_described(token_ids)}"
+            )
+        if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):
             raise TableError(
                 f"token ids must be in [0, {self.vocab_size}), got "
                 f"{token_ids.min()} to {token_ids.max()}"
             )
-        self.num_texts += 1
-        self.num_tokens += len(token_ids)
-        mask = np.ones(len(token_ids), np.uint8) if counted is None else counted.astype(np.uint8)
-        text = np.append(token_ids, -1).astype(np.int32), np.append(mask, 0).astype(np.uint8)
-        if self.num_texts % HELD_OUT == 0 and self._num_held_out < MAX_HELD_OUT:
-            self._held_out.append(text)
-            self._num_held_out += len(token_ids)
+        if counted is None:
             return
-        for start in range(0, len(text[0]), self._most_pending):  # a text may be longer than a run
-            self._pending.append(text[0][start : start + self._most_pending])
-            self._pending_counted.append(text[1][start : start + self._most_pending])
-            self._num_pending += len(self._pending[-1])
-            if self._num_pending >= self._most_pending:
-                self._end_run(to_disk=True)
+        is_mask = isinstance(counted, np.ndarray) and counted.dtype == np.bool_
+        if not is_mask or counted.shape != token_ids.shape:
+            raise TableError(
+                f"counted must be an array of {len(token_ids)} bools, one for each token id, "
+                f"got {_described(counted)}"
+            )
 
     def finish(
         self,
-        path: Path,
+        path: str | Path,
         provenance: Mapping[str, Any],
         max_bytes: int | None = None,
         progress: Progress = lambda what, share: None,
@@ -150,21 +182,43 @@ class TableBuilder:
             progress: told what is being done.
 
         Raises:
-            TableError: no text, or the file cannot be written.
+            TableError: no text, nothing worth keeping in it, or the file cannot be written.
         """
+        self._check_open()
+        check_output(path)
+        check_provenance(provenance)
         if not self.num_tokens:
             raise TableError("the corpus holds no tokens: nothing to build a table from")
+        self._is_finished = True
         store = self._entries(progress)
         progress("placing", 0.0)
         token_bytes = 2 if self.vocab_size <= 1 << 16 else 3
-        placed = place(store, self.settings.key_lengths, token_bytes, max_bytes)
+        sizing = Sizing(max_bytes, fields=self._fields(provenance))
+        placed = place(store, self.settings.key_lengths, token_bytes, sizing)
+        if not placed.num_contexts:
+            raise TableError(self._why_empty(placed, max_bytes))
         progress("calibrating", 0.0)
         confidence = calibrated(placed.contents, _joined(self._held_out))
-        fields = self._fields(placed, confidence, provenance)
         progress("writing", 0.0)
-        write_table(path, placed.contents, fields)
-        size = path.stat().st_size
-        return BuiltTable(path, self.num_tokens, placed.num_contexts, placed.num_slots, size)
+        write_table(path, placed.contents, self._fields(provenance, placed, confidence))
+        size = Path(path).stat().st_size
+        return BuiltTable(
+            Path(path),
+            self.num_tokens,
+            placed.num_contexts,
+            placed.num_slots,
+            size,
+            placed.left_out,
+        )
+
+    def _why_empty(self, placed: Placed, max_bytes: int | None) -> str:
+        if placed.num_beyond_size:
+            return f"no context of the corpus fits into max_bytes={max_bytes}: nothing to write"
+        chosen = self.settings
+        return (
+            f"none of the contexts of {self.num_tokens} tokens is seen min_count="
+            f"{chosen.min_count} times and worth min_value={chosen.min_value}: nothing to write"
+        )
 
     def _entries(self, progress: Progress) -> EntryStore:
         budget = self.memory // 4
@@ -175,7 +229,7 @@ class TableBuilder:
                 store.add(entries_of(stream.tokens, stream.counted, self.settings))
             return store
         self._end_run(to_disk=bool(self._runs))
-        store = EntryStore(budget, self._workplace() if self._runs[0].file >= 0 else None)
+        store = EntryStore(budget, self._scratch if self._runs[0].file >= 0 else None)
         scan = Scan(self.settings, self._runs, self.vocab_size)
         num_bytes = sum(run.count for run in self._runs) * SCAN_BYTES_PER_WINDOW
         wanted = PIECES_AT_ONCE * num_bytes // (self.memory // 8)
@@ -199,34 +253,48 @@ class TableBuilder:
         if not to_disk:
             self._runs.append(Run(windows, len(windows)))
             return
-        try:
-            file = (self._workplace() / f"run-{len(self._runs)}").open("w+b")
-            self._cleanup.callback(file.close)
-            windows.tofile(file)
-            file.flush()
-        except OSError as error:
-            raise TableError(f"cannot write temporary files: {error.strerror or error}") from error
+        file = self._scratch.open()
+        self._scratch.write(file, windows)
         self._runs.append(Run(None, len(windows), file.fileno()))
 
-    def _workplace(self) -> Path:
-        if self._work is None:
-            made = tempfile.TemporaryDirectory(prefix="outrider-table-", dir=self._directory)
-            self._work = Path(self._cleanup.enter_context(made))
-        return self._work
-
     def _fields(
-        self, placed: Placed, confidence: np.ndarray, provenance: Mapping[str, Any]
+        self,
+        provenance: Mapping[str, Any],
+        placed: Placed | None = None,
+        confidence: np.ndarray | None = None,
     ) -> dict[str, Any]:
-        lengths = self.settings.key_lengths
-        return {
-            "tokenizer": {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size},
-            "num_contexts": placed.num_contexts,
-            "num_slots": placed.num_slots,
-            "contexts_by_length": {str(n): placed.contexts_by_length[n] for n in lengths},
-            "confidence": [round(float(value), 4) for value in confidence],
-            "corpus": {"texts": self.num_texts, "tokens": self.num_tokens},
-            "provenance": dict(provenance),
-        }
+        counts = None
+        if placed is not None:
+            by_length = {str(n): placed.contexts_by_length[n] for n in self.settings.key_lengths}
+            counts = {
+                "num_contexts": placed.num_contexts,
+                "num_slots": placed.num_slots,
+                "contexts_by_length": by_length,
+                "left_out": placed.left_out,
+            }
+        tokenizer = {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
+        corpus = {"texts": self.num_texts, "tokens": self.num_tokens}
+        return header_fields(tokenizer, corpus, provenance, counts, confidence)
+
+
+def _piece(
+    token_ids: np.ndarray, counted: np.ndarray | None, first: int, end: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [first, end) of a text behind those that are their context, and which count.
+
+    Cut anywhere, the pieces of a text give the windows of the whole.
+    """
+    start = max(0, first - MAX_KEY)
+    tokens = np.append(token_ids[start:end].astype(np.int32), np.int32(-1))
+    mask = np.zeros(len(tokens), np.uint8)
+    mask[first - start : -1] = 1 if counted is None else counted[first:end]
+    return tokens, mask
+
+
+def _described(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with shape {value.shape}"
+    return f"{type(value).__name__} {shown(value, 40)}"
 
 
 def _joined(texts: list[tuple[np.ndarray, np.ndarray]]) -> Stream | None:

@@ -10,31 +10,32 @@ start of the buckets, whatever its budget. Opening checks header, sizes and filt
 reads the buckets.
 """
 
-import contextlib
 import json
 import mmap
 import os
 import struct
-import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from outrider.checks import shown
 from outrider.errors import TableError
-from outrider.tables.hashing import BLOCK_WORDS, BUCKET_BYTES, MAX_KEY, NUM_CELLS, TAG_BITS
+from outrider.tables.files import MAGIC, named, open_regular, reason, written_whole
+from outrider.tables.hashing import BLOCK_WORDS, BUCKET_BYTES
+from outrider.tables.header import HeaderError, read_header
 
-MAGIC = b"ORTABLE\n"
 VERSION = 1
 PRELUDE = struct.Struct("<8sIIQII")  # magic, version, header length, file size, checksum, zero
 FILTER_ALIGNMENT, PAGE = 64, 4096
 BLOCK_BYTES = 4 * BLOCK_WORDS
-NUM_REGIONS = 2
-MAX_BUCKETS = 1 << 24  # of a region: beyond it a hash times a number of buckets leaves 64 bits
 AT_ONCE = 16 << 20  # bytes read or written
+# Buckets up to this size are read into memory. A mapped file that somebody cuts short kills the
+# process at the next lookup; what is in memory stays.
+MOST_IN_MEMORY = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Contents:
 
 
 class Table:
-    """An open table. Its buckets are mapped, its filter is in memory.
+    """An open table. Its filter is in memory, and so are the buckets of all but large ones.
 
     Args:
         path: a file that `write_table` made.
@@ -105,22 +106,35 @@ class Table:
     """
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, str | Path) or not str(path):
+            raise TableError(f"a table must be the path of a file, got {shown(path)}")
         self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                self.header, sections_at = _read_header(file, self.path)
-                layout = _layout(self.header, self.path)
-                self._check_sizes(layout, sections_at)
-                file.seek(self.header["filter"]["offset"])
-                packed = file.read(self.header["filter"]["bytes"])
-        except OSError as error:
-            raise TableError(f"cannot read the table {path}: {error.strerror or error}") from error
+        with open_regular(self.path) as file:
+            try:
+                self._read(file)
+            except OSError as error:
+                raise TableError(f"cannot read the table {self}: {reason(error)}") from error
+
+    def _read(self, file: BinaryIO) -> None:
+        self.header, sections_at = _read_header(file, self.path)
+        layout = _layout(self.header)
+        self._check_sizes(layout, sections_at, os.fstat(file.fileno()).st_size)
+        file.seek(self.header["filter"]["offset"])
+        packed = file.read(self.header["filter"]["bytes"])
         if _hex(zlib.crc32(packed)) != self.header["filter"]["crc32"]:
-            raise TableError(f"the table {path} is damaged: its filter does not match its checksum")
+            raise TableError(f"the table {self} is damaged: its filter does not match its checksum")
         words = np.frombuffer(packed, "<u4", layout.filter_bytes // 4)
         offset, shape = self.header["buckets"]["offset"], (layout.num_buckets, BUCKET_BYTES)
-        with self.path.open("rb") as file:
-            self.contents = Contents(layout, words, *mapped(file, offset, shape))
+        try:
+            buckets, mapping = (_loaded if layout.bucket_bytes <= MOST_IN_MEMORY else mapped)(
+                file, offset, shape
+            )
+        except ValueError as error:
+            raise TableError(f"the table {self} changed while it was opened") from error
+        self.contents = Contents(layout, words, buckets, mapping)
+
+    def __str__(self) -> str:
+        return named(self.path)
 
     @property
     def fingerprint(self) -> str:
@@ -157,10 +171,10 @@ class Table:
             self.contents.forget()
         if _hex(checksum) != self.header["buckets"]["crc32"]:
             raise TableError(
-                f"the table {self.path} is damaged: its buckets do not match their checksum"
+                f"the table {self} is damaged: its buckets do not match their checksum"
             )
 
-    def _check_sizes(self, layout: Layout, sections_at: int) -> None:
+    def _check_sizes(self, layout: Layout, sections_at: int, size: int) -> None:
         filter_section, bucket_section = self.header["filter"], self.header["buckets"]
         filter_end = filter_section["offset"] + filter_section["bytes"]
         fits = (
@@ -168,19 +182,45 @@ class Table:
             and filter_section["bytes"] >= layout.filter_bytes
             and bucket_section["offset"] == filter_end
             and bucket_section["bytes"] == layout.bucket_bytes
+            and filter_end + layout.bucket_bytes == size
         )
         if not fits:
-            raise TableError(f"the table {self.path} is damaged: its parts do not fit together")
+            raise TableError(f"the table {self} is damaged: its parts do not fit together")
 
 
 def mapped(file: BinaryIO, offset: int, shape: tuple[int, int]) -> tuple[np.ndarray, mmap.mmap]:
-    """Bytes of a file as an array and the mapping behind it."""
+    """Bytes of a file as an array and the mapping behind it; ValueError: it is too short."""
     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return np.frombuffer(mapping, np.uint8, shape[0] * shape[1], offset).reshape(shape), mapping
 
 
+def _loaded(file: BinaryIO, offset: int, shape: tuple[int, int]) -> tuple[np.ndarray, None]:
+    file.seek(offset)
+    return np.fromfile(file, np.uint8, shape[0] * shape[1]).reshape(shape), None
+
+
+def file_bytes(layout: Layout, fields: Mapping[str, Any]) -> int:
+    """Size of the file that `write_table` will make."""
+    return _places(layout, fields)[1] + layout.bucket_bytes
+
+
+def check_provenance(provenance: Mapping[str, Any]) -> None:
+    """Refuse what no header can hold.
+
+    Raises:
+        TableError: it is no JSON object.
+    """
+    try:
+        if isinstance(provenance, Mapping):
+            json.dumps(dict(provenance), allow_nan=False)
+            return
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise TableError(f"provenance must be an object that JSON can hold, got {shown(provenance)}")
+
+
 def write_table(
-    path: Path,
+    path: str | Path,
     contents: Contents,
     fields: Mapping[str, Any],
 ) -> None:
@@ -192,21 +232,11 @@ def write_table(
     Raises:
         TableError: it cannot be written; nothing is left behind.
     """
+    check_provenance(fields["provenance"])
     layout = contents.layout
     packed = contents.filter.astype("<u4").tobytes()
-    empty = {"offset": 0, "bytes": 0, "crc32": _hex(0)}
-    header: dict[str, Any] = {
-        "key_lengths": list(layout.key_lengths),
-        "hash_bits": layout.hash_bits,
-        "token_bytes": layout.token_bytes,
-        "regions": [[region.num_blocks, region.num_buckets] for region in layout.regions],
-        **fields,
-        "filter": empty,
-        "buckets": empty,
-    }
-    room = PRELUDE.size + len(json.dumps(header)) + 64  # the sections' numbers get longer
-    filter_at = -(-room // FILTER_ALIGNMENT) * FILTER_ALIGNMENT
-    buckets_at = -(-(filter_at + len(packed)) // PAGE) * PAGE
+    header = _header(layout, fields)
+    filter_at, buckets_at = _places(layout, fields)
     packed += bytes(buckets_at - filter_at - len(packed))
     size = buckets_at + layout.bucket_bytes
     with written_whole(path) as file:
@@ -227,72 +257,55 @@ def write_table(
         file.write(_prelude(len(written), size, written) + written)
 
 
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place when the block ends well, and else goes.
+def _header(layout: Layout, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole header, but for where the sections are."""
+    empty = {"offset": 0, "bytes": 0, "crc32": _hex(0)}
+    return {
+        "key_lengths": list(layout.key_lengths),
+        "hash_bits": layout.hash_bits,
+        "token_bytes": layout.token_bytes,
+        "regions": [[region.num_blocks, region.num_buckets] for region in layout.regions],
+        **fields,
+        "filter": empty,
+        "buckets": empty,
+    }
 
-    Raises:
-        TableError: the directory cannot be written, or the disk is full.
-    """
-    temporary: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        os.replace(temporary, path)
-        temporary = None
-    except OSError as error:
-        raise TableError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+
+def _places(layout: Layout, fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Where the filter and the buckets begin."""
+    length = len(json.dumps(_header(layout, fields)))
+    room = PRELUDE.size + length + 64  # the sections' numbers get longer
+    filter_at = -(-room // FILTER_ALIGNMENT) * FILTER_ALIGNMENT
+    return filter_at, -(-(filter_at + layout.filter_bytes) // PAGE) * PAGE
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
     prelude = file.read(PRELUDE.size)
     if len(prelude) < PRELUDE.size or prelude[: len(MAGIC)] != MAGIC:
-        raise TableError(f"{path} is not a draft table: it does not start with {MAGIC!r}")
+        raise TableError(f"{named(path)} is not a draft table: it does not start with {MAGIC!r}")
     _, version, length, size, checksum, _ = PRELUDE.unpack(prelude)
+    name = f"the table {named(path)}"
     if version != VERSION:
-        raise TableError(
-            f"the table {path} has version {version}, this outrider reads version {VERSION}"
-        )
+        raise TableError(f"{name} has version {version}, this outrider reads version {VERSION}")
     found = os.fstat(file.fileno()).st_size
     if found != size or length > size:
-        raise TableError(
-            f"the table {path} is truncated or damaged: it has {found} bytes, expected {size}"
-        )
+        raise TableError(f"{name} is truncated or damaged: it has {found} bytes, expected {size}")
     packed = file.read(length)
     if zlib.crc32(prelude[:24] + prelude[28:] + packed) != checksum:
-        raise TableError(f"the table {path} is damaged: its header does not match its checksum")
-    return json.loads(packed), PRELUDE.size + length
+        raise TableError(f"{name} is damaged: its header does not match its checksum")
+    try:
+        return read_header(packed), PRELUDE.size + length
+    except HeaderError as error:
+        raise TableError(f"{name} is damaged: its header makes no sense: {error}") from error
 
 
-def _layout(header: dict[str, Any], path: Path) -> Layout:
-    layout = Layout(
+def _layout(header: dict[str, Any]) -> Layout:
+    return Layout(
         tuple(header["key_lengths"]),
         header["hash_bits"],
         header["token_bytes"],
         tuple(Region(*region) for region in header["regions"]),
     )
-    lengths = layout.key_lengths
-    fits = (
-        lengths == tuple(sorted(set(lengths)))
-        and 1 <= min(lengths, default=0) <= max(lengths, default=0) <= MAX_KEY
-        and layout.hash_bits >= TAG_BITS
-        and layout.token_bytes in (2, 3)
-        and len(layout.regions) == NUM_REGIONS
-        and all(0 < region.num_buckets <= MAX_BUCKETS for region in layout.regions)
-        and all(region.num_blocks > 0 for region in layout.regions)
-        and len(header["confidence"]) == NUM_CELLS
-    )
-    if not fits:
-        raise TableError(f"the table {path} is damaged: its header makes no sense")
-    return layout
 
 
 def _prelude(length: int, size: int, header: bytes) -> bytes:
@@ -307,9 +320,3 @@ def _section(offset: int, num_bytes: int, checksum: int) -> dict[str, Any]:
 
 def _hex(checksum: int) -> str:
     return f"{checksum:08x}"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -109,7 +109,10 @@ class TableLookup:
         self.confidence = confidence
         assert self.confidence.dtype == np.float32 and len(self.confidence) == NUM_CELLS
         self.num_hot = min(contents.layout.num_buckets, hot_bytes // BUCKET_BYTES)
-        self.hot = locked_copy(contents.buckets[: self.num_hot])
+        self.hot = contents.buckets[: self.num_hot]
+        if contents.mapping is not None:
+            self.hot = self.hot.copy()
+        lock(self.hot)
         self.answered = np.zeros(3, np.uint64)  # lookups so far by HOT, COLD, NOWHERE
         self.contexts = np.zeros((0, self.max_key), np.int32)
         self._library = library()
@@ -279,10 +282,9 @@ def read_slots(buckets: np.ndarray, token_bytes: int) -> np.ndarray:
     return np.stack([tags, tokens, raw[..., -2], raw[..., -1]], axis=-1)
 
 
-def locked_copy(buckets: np.ndarray) -> np.ndarray:
-    """A private copy that is not swapped out where the system lets a process lock memory."""
-    copy = np.ascontiguousarray(buckets).copy()
-    if copy.nbytes:
+def lock(buckets: np.ndarray) -> None:
+    """Keep memory from being swapped out, where the system lets a process do so."""
+    if buckets.nbytes:
         with contextlib.suppress(AttributeError, OSError):  # no such call on this system
-            ctypes.CDLL(None).mlock(ctypes.c_void_p(copy.ctypes.data), ctypes.c_size_t(copy.nbytes))
-    return copy
+            lock_pages = ctypes.CDLL(None).mlock
+            lock_pages(ctypes.c_void_p(buckets.ctypes.data), ctypes.c_size_t(buckets.nbytes))

@@ -2,16 +2,16 @@
 
 import ctypes
 import mmap
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from outrider.errors import TableError
 from outrider.native import library, pointer
-from outrider.tables.format import BLOCK_BYTES, MAX_BUCKETS, Contents, Layout, Region, mapped
+from outrider.tables.files import Scratch
+from outrider.tables.format import BLOCK_BYTES, PAGE, Contents, Layout, Region, file_bytes, mapped
 from outrider.tables.hashing import (
     BLOCK_WORDS,
     BUCKET_BYTES,
@@ -22,17 +22,23 @@ from outrider.tables.hashing import (
     packed,
     places_of,
 )
+from outrider.tables.header import MAX_BUCKETS
 from outrider.tables.records import ENTRY, sort_entries
 
 # Entries per slot. A bucket that overflows loses what was seen least, 4 % of the entries at 0.8.
 # Between 0.6 and 1.15 that changes the accepted tokens by less than 2 %, at a fixed size by 3 %.
 LOAD = 0.8
+# For tables made of tables, where nothing limits their size: 0.6 % of the entries are lost, and
+# 3 % where most contexts have several continuations, which are lost together.
+ROOMY_LOAD = 0.65
+LOADS_TRIED = 16  # between the two, for the loosest that a maximum size allows
 FILTER_BITS_PER_CONTEXT = 8  # 3 % of the contexts that are not there pass
 HOT_SHARE = 0.1  # of the slots, those looked up most, that come first in the file
 MIN_BUCKETS = 16
-HEADER_BYTES = 16384  # room for the header when a table has to fit a size
-SMALLEST = HEADER_BYTES + 2 * MIN_BUCKETS * BUCKET_BYTES  # a size a table can be made to fit
+WAS_HOT = 1 << 15  # the sign of a heat: above that of all others
+SMALLEST = (16 << 10) + 2 * MIN_BUCKETS * BUCKET_BYTES  # a size most tables can be made to fit
 
+SCATTER = np.uint64(0x9E3779B97F4A7C15)
 NUM_PARTS = 256  # of the entries in a file, by hash, so that each fits into memory
 PART_BOUNDS = np.arange(NUM_PARTS + 1, dtype=np.uint64) << np.uint64(HASH_BITS - 8)
 
@@ -40,43 +46,41 @@ PART_BOUNDS = np.arange(NUM_PARTS + 1, dtype=np.uint64) << np.uint64(HASH_BITS -
 class EntryStore:
     """Entries in memory; beyond `budget` bytes in a file, sorted piece by piece."""
 
-    def __init__(self, budget: int = 0, directory: Path | None = None) -> None:
-        self.budget, self.directory = budget, directory
+    def __init__(self, budget: int = 0, scratch: Scratch | None = None) -> None:
+        self.budget, self.scratch = budget, scratch
         self._arrays: list[np.ndarray] = []
         self._is_sorted = False
         self._num_bytes = 0
+        self._file: BinaryIO | None = None
         self._segments: list[np.ndarray] = []  # of the file, by part: first entry and end
 
     def add(self, entries: np.ndarray) -> None:
         self._arrays.append(entries)
         self._is_sorted = False
         self._num_bytes += entries.nbytes
-        if self.directory is not None and self._num_bytes > self.budget:
-            self._spill(self.directory / "entries")
+        if self.scratch is not None and self._num_bytes > self.budget:
+            self._spill(self.scratch)
 
     def parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """All entries, sorted, in pieces of ascending hashes; with the first hash beyond each."""
-        if self._segments and self.directory is not None:
+        if self._file is not None and self.scratch is not None:
             if self._arrays:
-                self._spill(self.directory / "entries")
-            with (self.directory / "entries").open("rb") as file:
-                for part, end in enumerate(PART_BOUNDS[1:].tolist()):
-                    yield end, sort_entries(self._read(file, part))
+                self._spill(self.scratch)
+            for part, end in enumerate(PART_BOUNDS[1:].tolist()):
+                yield end, sort_entries(self._read(self._file, part))
             return
         if not self._is_sorted:
             whole = np.concatenate([np.empty(0, ENTRY), *self._arrays])
             self._arrays, self._is_sorted = [sort_entries(whole)], True
         yield 1 << HASH_BITS, self._arrays[0]
 
-    def _spill(self, path: Path) -> None:
+    def _spill(self, scratch: Scratch) -> None:
         entries = sort_entries(np.concatenate(self._arrays))
         self._arrays, self._num_bytes = [], 0
-        try:
-            with path.open("ab") as file:
-                first = file.tell() // ENTRY.itemsize
-                entries.tofile(file)
-        except OSError as error:
-            raise TableError(f"cannot write temporary files: {error.strerror or error}") from error
+        if self._file is None:
+            self._file = scratch.open()
+        first = self._file.seek(0, 2) // ENTRY.itemsize
+        scratch.write(self._file, entries)
         self._segments.append(first + np.searchsorted(entries["key"] >> np.uint64(8), PART_BOUNDS))
 
     def _read(self, file: BinaryIO, part: int) -> np.ndarray:
@@ -96,6 +100,33 @@ class Placed:
     num_contexts: int
     num_slots: int
     contexts_by_length: list[int] = field(default_factory=list)  # index: key length
+    # Contexts that were there and are not: their bucket was full of what was seen more often.
+    num_overflowed: int = 0
+    num_beyond_size: int = 0  # contexts left out to keep a maximum size
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many contexts are missing, by reason."""
+        return {"full_buckets": self.num_overflowed, "max_bytes": self.num_beyond_size}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """How large a table is to be.
+
+    Args:
+        max_bytes: of more, the contexts of least value are left out.
+        load: entries per slot where that leaves nothing out.
+        origin: regions of the table that the entries are from. The result has no more buckets,
+            and where it has as many, each entry stays in its own: WAS_HOT in its heat says that
+            it was in the first region.
+        fields: of the header, whose length counts.
+    """
+
+    max_bytes: int | None = None
+    load: float = LOAD
+    origin: tuple[Region, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +139,9 @@ class _Cut:
     def kept(self, entries: np.ndarray) -> np.ndarray:
         if self.value == 0 and self.share == 1:
             return entries
-        is_among = (entries["key"] >> np.uint64(8)) < np.uint64(self.share * (1 << HASH_BITS))
+        # The share is by hash, but scattered: buckets go by hash, and are to lose alike.
+        scattered = (entries["key"] >> np.uint64(8)) * SCATTER >> np.uint64(64 - HASH_BITS)
+        is_among = scattered < np.uint64(self.share * (1 << HASH_BITS))
         is_at = entries["value"] == self.value
         return entries[(entries["value"] > self.value) | (is_at & is_among)]
 
@@ -117,34 +150,39 @@ def place(
     store: EntryStore,
     key_lengths: tuple[int, ...],
     token_bytes: int,
-    max_bytes: int | None = None,
+    sizing: Sizing | None = None,
     known_bits: int = HASH_BITS,
 ) -> Placed:
-    """Sort entries into buckets; of more than `max_bytes` those of the least value go.
+    """Sort entries into buckets; of more than `sizing.max_bytes` those of the least value go.
 
     `known_bits`: how many upper bits of the hashes are known; those after them are zero.
 
     Raises:
         TableError: more entries than a table can hold, or a maximum that no table fits.
     """
-    layout = Layout(key_lengths, HASH_BITS, token_bytes, ())
-    cut = _cut_for(store, layout, max_bytes)
-    hot, sizes = _measure(store, cut)
-    regions = tuple(_region(*size, layout) for size in sizes)
-    bits = min(known_bits, *(hash_bits_for(region.num_buckets) for region in regions))
-    layout = Layout(key_lengths, bits, token_bytes, regions)
+    plain = Layout(key_lengths, known_bits, token_bytes, ())
+    plan = _planned(store, plain, sizing or Sizing())
+    layout, cut = plan.layout, plan.cut
     words = np.zeros(layout.num_blocks * BLOCK_WORDS, np.uint32)
     written = np.zeros(17, np.int64)  # slots, then contexts by key length
     with _Space(store, layout) as space:
         fillers = _fillers(layout, words, space, written)
         for end, entries in store.parts():
             kept = cut.kept(entries)
-            is_hot = kept["heat"] >= hot
+            is_hot = kept["heat"] >= plan.hot
             for filler, mine in zip(fillers, (kept[is_hot], kept[~is_hot]), strict=True):
                 filler.add(mine, end)
         by_length = written[1:].tolist()
         contents = Contents(layout, words, *space.finish())
-    return Placed(contents, sum(by_length), int(written[0]), by_length)
+    num_contexts = sum(by_length)
+    return Placed(
+        contents,
+        num_contexts,
+        int(written[0]),
+        by_length,
+        plan.num_kept - num_contexts,
+        plan.num_contexts - plan.num_kept,
+    )
 
 
 class _Space:
@@ -154,10 +192,11 @@ class _Space:
         self._shape = (layout.num_buckets, BUCKET_BYTES)
         self._array: np.ndarray | None = None
         self._file: BinaryIO | None = None
-        if store.directory is None or layout.bucket_bytes <= store.budget // 2:
+        self._scratch = store.scratch
+        if store.scratch is None or layout.bucket_bytes <= store.budget // 2:
             self._array = np.zeros(self._shape, np.uint8)
         else:
-            self._file = (store.directory / "buckets").open("w+b")
+            self._file = store.scratch.open()
 
     def __enter__(self) -> "_Space":
         return self
@@ -171,12 +210,9 @@ class _Space:
         if self._array is not None:
             self._array[first_bucket : first_bucket + len(buckets)] = buckets
             return
-        assert self._file is not None
-        try:
-            self._file.seek(first_bucket * BUCKET_BYTES)
-            buckets.tofile(self._file)
-        except OSError as error:
-            raise TableError(f"cannot write temporary files: {error.strerror or error}") from error
+        assert self._file is not None and self._scratch is not None
+        self._file.seek(first_bucket * BUCKET_BYTES)
+        self._scratch.write(self._file, buckets)
 
     def finish(self) -> tuple[np.ndarray, mmap.mmap | None]:
         """All buckets, and the mapping behind them."""
@@ -230,11 +266,52 @@ def _fillers(
     return fillers
 
 
-def _cut_for(store: EntryStore, layout: Layout, max_bytes: int | None) -> _Cut:
-    if max_bytes is None:
-        return _Cut(0, 1.0)
-    if max_bytes < SMALLEST:
-        raise TableError(f"a table takes at least {SMALLEST} bytes, the maximum is {max_bytes}")
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which entries go where."""
+
+    cut: _Cut
+    hot: int  # entries of this heat or more go into the first region
+    layout: Layout
+    num_contexts: int
+    num_kept: int  # of them
+
+
+def _planned(store: EntryStore, plain: Layout, sizing: Sizing) -> _Plan:
+    everything = _Cut(0, 1.0)
+    hot, sizes = _measure(store, everything)
+    num_contexts = sum(contexts for _, contexts in sizes)
+    roomy = _regions(sizes, plain, sizing.load)
+    origin = sizing.origin
+    if origin and sum(r.num_buckets for r in origin) <= sum(r.num_buckets for r in roomy):
+        hot, roomy = WAS_HOT, origin
+    layout = _with_regions(plain, roomy)
+    if sizing.max_bytes is None or file_bytes(layout, sizing.fields) <= sizing.max_bytes:
+        _check_regions(roomy, sizes, layout)
+        return _Plan(everything, hot, layout, num_contexts, num_contexts)
+    cut = _cut_for(store, plain, sizing.max_bytes, sizing.fields)
+    hot, sizes = _measure(store, cut)
+    layout = plain
+    for load in np.linspace(sizing.load, LOAD, LOADS_TRIED):
+        layout = _with_regions(plain, _regions(sizes, plain, load))
+        if file_bytes(layout, sizing.fields) <= sizing.max_bytes:
+            break
+    _check_regions(layout.regions, sizes, layout)
+    return _Plan(cut, hot, layout, num_contexts, sum(contexts for _, contexts in sizes))
+
+
+def _with_regions(plain: Layout, regions: tuple[Region, ...]) -> Layout:
+    bits = min(plain.hash_bits, *(hash_bits_for(region.num_buckets) for region in regions))
+    return replace(plain, hash_bits=bits, regions=regions)
+
+
+def _cut_for(store: EntryStore, layout: Layout, max_bytes: int, fields: Mapping[str, Any]) -> _Cut:
+    # Either region may take MIN_BUCKETS for less, both round up, and so do the filter and a page.
+    nothing = _with_regions(layout, (Region(1, 1), Region(1, MIN_BUCKETS)))
+    base = file_bytes(nothing, fields) + PAGE
+    least = base + MIN_BUCKETS * BUCKET_BYTES
+    if max_bytes < least:
+        raise TableError(f"a table takes at least {least} bytes, the maximum is {max_bytes}")
     slots, contexts = (np.zeros(1 << 16) for _ in range(2))
     for _, chunk in store.parts():
         slots += np.bincount(chunk["value"], minlength=1 << 16)
@@ -243,7 +320,7 @@ def _cut_for(store: EntryStore, layout: Layout, max_bytes: int | None) -> _Cut:
     per_slot = BUCKET_BYTES / (layout.slots_per_bucket * LOAD)
     sizes = slots * per_slot + contexts * FILTER_BITS_PER_CONTEXT / 8
     above = np.concatenate([np.cumsum(sizes[::-1])[::-1], [0.0]])  # bytes of values from here on
-    room = max_bytes - SMALLEST
+    room = max_bytes - base
     if above[0] <= room:
         return _Cut(0, 1.0)
     value = int(np.flatnonzero(above > room)[-1])
@@ -265,15 +342,26 @@ def _measure(store: EntryStore, cut: _Cut) -> tuple[int, list[tuple[int, int]]]:
     return hot, sizes
 
 
-def _region(num_slots: int, num_contexts: int, layout: Layout) -> Region:
-    num_buckets = max(MIN_BUCKETS, int(num_slots / (LOAD * layout.slots_per_bucket)) + 1)
-    if num_buckets > MAX_BUCKETS:
+def _regions(sizes: list[tuple[int, int]], layout: Layout, load: float) -> tuple[Region, ...]:
+    """Regions for so many slots and contexts each."""
+    return tuple(
+        Region(
+            num_contexts * FILTER_BITS_PER_CONTEXT // (8 * BLOCK_BYTES) + 1,
+            max(MIN_BUCKETS, int(num_slots / (load * layout.slots_per_bucket)) + 1),
+        )
+        for num_slots, num_contexts in sizes
+    )
+
+
+def _check_regions(
+    regions: tuple[Region, ...], sizes: list[tuple[int, int]], layout: Layout
+) -> None:
+    if any(region.num_buckets > MAX_BUCKETS for region in regions):
         raise TableError(
             f"a table holds at most {MAX_BUCKETS * layout.slots_per_bucket} entries, got "
-            f"{num_slots}: raise the minimum count or give a maximum size"
+            f"{max(num_slots for num_slots, _ in sizes)}: raise the minimum count or give a "
+            "maximum size"
         )
-    num_blocks = num_contexts * FILTER_BITS_PER_CONTEXT // (8 * BLOCK_BYTES) + 1
-    return Region(num_blocks, num_buckets)
 
 
 def _cut_hashes(entries: np.ndarray, bits: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.checks import INT32_MAX, integer, number, shown
 from outrider.errors import TableError
 from outrider.native import library, pointer
 from outrider.tables.hashing import MAX_KEY, MAX_RANKS
@@ -21,6 +22,7 @@ ENTRY = np.dtype(
      ("heat", "<u2")]
 )  # fmt: skip
 MAX_VOCABULARY = (1 << 21) - 1  # six tokens in 128 bits, and one more to say "before the text"
+MAX_VALUE = 1e30  # of a context; a float holds more
 # A token seen `count` times of `total` after k tokens is taken for confidence
 # count / (total + DOUBT[k - 1]), until held-out text says better.
 DOUBT = (3.0, 2.0, 1.2, 0.8, 0.6, 0.5)
@@ -47,10 +49,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         lengths = self.key_lengths
-        assert lengths == tuple(sorted(set(lengths))), lengths
-        assert lengths and lengths[0] >= 1 and lengths[-1] <= MAX_KEY, lengths
-        assert self.min_count >= 1 and 1 <= self.num_ranks <= MAX_RANKS, self
-        assert self.min_value >= 0 and 0 <= self.min_share <= 1, self
+        if (
+            not isinstance(lengths, tuple | list)
+            or not lengths
+            or not all(type(length) is int and 1 <= length <= MAX_KEY for length in lengths)
+            or list(lengths) != sorted(set(lengths))
+        ):
+            raise TableError(
+                f"key_lengths must be ascending integers from 1 to {MAX_KEY}, got {shown(lengths)}"
+            )
+        plain = {
+            "key_lengths": tuple(lengths),
+            "min_count": integer("min_count", self.min_count, 1, INT32_MAX, TableError),
+            "num_ranks": integer("num_ranks", self.num_ranks, 1, MAX_RANKS, TableError),
+            "min_value": number("min_value", self.min_value, 0, MAX_VALUE, TableError),
+            "min_share": number("min_share", self.min_share, 0, 1, TableError),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)
