@@ -4,10 +4,11 @@ import importlib
 import inspect
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,6 +17,7 @@ from outrider.errors import MissingDependency, OutriderError, UserError
 EXIT_USER_ERROR = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells expect
+ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
 COMMANDS = ("generate", "chat", "compare", "demo")
 GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
     "bench": ("peers",),  # runs on its own too
@@ -35,6 +37,11 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     _check_streams()
+    with _unwinding():
+        _run()
+
+
+def _run() -> None:
     try:
         code = _exit_code()
         sys.stdout.flush()  # what cannot be written is to be known here, not while Python ends
@@ -61,6 +68,31 @@ def _exit_code() -> Any:
     except SystemExit as end:
         return end.code
     return 0
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """End on SIGTERM and SIGHUP as on Ctrl-C: what the body has open is closed and removed.
+
+    A second one ends the process at once. `nohup` has SIGHUP ignored, and so it stays.
+    """
+    ends = [number for name in ENDING_SIGNALS if (number := getattr(signal, name, None))]
+    before = {number: signal.getsignal(number) for number in ends}
+
+    def end(number: int, _: object) -> NoReturn:
+        for other in before:
+            signal.signal(other, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    for number, handler in before.items():
+        if handler == signal.SIG_DFL:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler == signal.SIG_DFL:
+                signal.signal(number, handler)
 
 
 def _check_streams() -> None:
