@@ -355,3 +355,15 @@ def test_an_interrupt_writes_the_whole_rounds(
     assert result.exit_code in (1, 130)
     assert "incomplete: 1 of 2 rounds" in result.stdout
     assert json.loads((tmp_path / "out.json").read_text())["incomplete"]
+
+
+def test_a_disk_that_is_full_does_not_take_the_figures(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise ConfigError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr("outrider.bench.provenance.write_whole", fail)
+    result = command("--peer", "x", "--batch", "1")
+    assert "X, works" in result.stdout
+    assert "No space left on device; the results are shown above" in str(result.exception)

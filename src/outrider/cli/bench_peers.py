@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.bench_options import FORMATS, ReportOptions, cpu_threads, numbers
+from outrider.cli.bench_options import MOST_REQUESTS, ReportOptions, cpu_threads, numbers
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def peers(
     options = ReportOptions(output, report)
     options.check()
     settings = PeerSettings(
-        batches=tuple(numbers(batch, int, "--batch")),
+        batches=tuple(numbers(batch, int, "--batch", most=MOST_REQUESTS)),
         rounds=rounds,
         max_tokens=max_tokens,
         ignore_eos=not stop_at_eos,
@@ -75,7 +75,7 @@ def peers(
     prompts = read_workload(workload or (), category or (), limit)
     _install(wanted)
     result = _measure(chosen, model, prompts, settings)
-    _write_peers(result, options)
+    _show_and_write(result, options)
     if result.interrupted is not None:
         raise result.interrupted
     _complain(result.without_figures(chosen), len(chosen), named=bool(peer))
@@ -159,20 +159,18 @@ def _peer_progress() -> "Iterator[tuple[Callable[[str], None], Callable[[int, in
         )
 
 
-def _write_peers(result: "Comparison", options: ReportOptions) -> None:
-    import json
+def _show_and_write(result: "Comparison", options: ReportOptions) -> None:
+    """The terminal comes first, files in any case: neither shall take the figures with it."""
+    try:
+        _show(result)
+    finally:
+        _write(result, options)
 
-    from outrider.bench.peers.compare import as_json
-    from outrider.bench.peers.report import (
-        headline,
-        ratios,
-        remarks,
-        speeds,
-        write_peer_report,
-    )
-    from outrider.bench.provenance import write_whole
+
+def _show(result: "Comparison") -> None:
+    from outrider.bench.peers.report import headline, ratios, remarks, speeds
     from outrider.bench.terminal import show_table
-    from outrider.cli.console import messages, output
+    from outrider.cli.console import output
 
     console = output()
     if result.label:
@@ -183,9 +181,20 @@ def _write_peers(result: "Comparison", options: ReportOptions) -> None:
             show_table(console, table)
     for note in remarks(result):
         console.print(f"· {note}")
-    written = [options.beside(".json")]
-    write_whole(written[0], json.dumps(as_json(result), ensure_ascii=False))
-    if options.report != "none":
-        written.append(options.beside(FORMATS[options.report]))
-        write_peer_report(result, written[-1])
-    messages().print("\nwritten: " + ", ".join(map(str, written)), style="dim")
+
+
+def _write(result: "Comparison", options: ReportOptions) -> None:
+    import json
+
+    from outrider.bench.peers.compare import as_json
+    from outrider.bench.peers.report import write_peer_report
+    from outrider.bench.provenance import write_whole
+    from outrider.cli.console import messages
+
+    try:
+        write_whole(options.files[0], json.dumps(as_json(result), ensure_ascii=False))
+        for path in options.files[1:]:
+            write_peer_report(result, path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; the results are shown above") from error
+    messages().print("\nwritten: " + ", ".join(map(str, options.files)), style="dim")

@@ -174,7 +174,7 @@ def sections(result: Comparison) -> list[Section]:
             "Speed",
             f"New tokens per second over the wall time of the calls, prompts included. Everybody "
             f"got the same token ids and decoded greedily {length} {settings.max_tokens} tokens on "
-            f"{settings.num_threads} threads, taking turns call by call; medians over "
+            f"{counted(settings.num_threads, 'thread')}, taking turns call by call; medians over "
             f"{counted(result.finished_rounds, 'round')}. Differences under 15 % are noise on most "
             "machines.",
             speeds(result),
@@ -197,7 +197,8 @@ def sections(result: Comparison) -> list[Section]:
 def write_peer_report(result: Comparison, path: Path) -> None:
     """Write `path` as HTML, or as Markdown when it ends in .md."""
     facts = result.provenance
-    about = f"{result.model} · {facts['cpu']}, {facts['threads']} threads · {facts['date'][:10]}"
+    threads = counted(facts["threads"], "thread")
+    about = f"{result.model} · {facts['cpu']}, {threads} · {facts['date'][:10]}"
 
     def draw(name: str) -> str:
         return _bars(result, columns(result)[int(name)])
