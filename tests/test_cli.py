@@ -440,7 +440,7 @@ def outrider(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str
 def test_bad_values_end_before_anything_is_loaded() -> None:
     done = outrider("generate", "Hi", "--temperature", "-1")
     assert done.returncode == 2
-    assert done.stderr.startswith("outrider: temperature must be in [0.0")
+    assert done.stderr.startswith("outrider: temperature must be a finite number of at least 0")
     assert done.stderr.count("\n") == 1
     assert outrider("generate", "Hi", "--temperature", "warm").returncode == 2
 

@@ -4,6 +4,7 @@ numpy's numbers are as good as Python's; a bool is no number. Nothing heavy is i
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -47,8 +48,10 @@ def number(
     open_low: bool = False,
 ) -> float:
     """The value as a finite float in [low, high], or (low, high] with `open_low`."""
-    left, right = "(" if open_low else "[", ")" if math.isinf(high) else "]"
-    message = f"{name} must be in {left}{low}, {high}{right}, got {shown(value)}"
+    limits = f"in {'(' if open_low else '['}{low}, {high}]"
+    if high >= sys.float_info.max:
+        limits = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
+    message = f"{name} must be {limits}, got {shown(value)}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise error(f"{name} must be a number, got {shown(value)}")
     try:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import io
 import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,9 @@ def svg(draw: Callable[["Axes"], None], width: float, height: float) -> str:
         "ytick.color": "#24292f",
         "legend.frameon": False,
     }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        # The page has fonts for what matplotlib's own cannot measure.
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         canvas, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
         draw(axes)
         buffer = io.StringIO()

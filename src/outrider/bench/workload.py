@@ -1,6 +1,7 @@
 """The prompts of a bench: from JSONL files, or made to a length."""
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -151,7 +152,7 @@ def _names(path: Path) -> tuple[str, str]:
     """What a report calls a file, and the category of its prompts that have none."""
     if str(path) == STDIN:
         return "standard input", UNNAMED
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         return "a pipe", UNNAMED
     printable = "".join(c if c.isprintable() else "?" for c in path.stem)
     return path.name, printable
@@ -179,5 +180,6 @@ def _drop_repeated(workload: Workload) -> None:
         seen.setdefault(tuple((m["role"], m["content"]) for m in prompt.messages), prompt)
     kept = list(seen.values())
     if len(kept) < len(workload.prompts):
-        workload.notes.append(f"{len(workload.prompts) - len(kept)} repeated prompts left out")
+        count = len(workload.prompts) - len(kept)
+        workload.notes.append(f"{count} repeated prompt{'s' if count > 1 else ''} left out")
     workload.prompts = kept

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
@@ -157,13 +157,23 @@ def _show_and_write(study: "Study", report: ReportOptions) -> None:
     from outrider.bench.terminal import show
 
     try:
-        show(output(), study)
-        sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # as rich ends the process when nobody reads on
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with _while_read(sys.stdout):
+            show(output(), study)
     finally:
         _write(study, report)
+
+
+@contextmanager
+def _while_read(stream: TextIO) -> Iterator[None]:
+    """Write for as long as somebody reads; that `head` has seen enough is no failure."""
+    try:
+        yield
+        stream.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != 1:  # rich's, when nobody reads on
+            raise
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _write(study: "Study", report: ReportOptions) -> None:
@@ -176,4 +186,5 @@ def _write(study: "Study", report: ReportOptions) -> None:
             write_report(study, path)
     except ConfigError as error:
         raise ConfigError(f"{error}; the results are shown above") from error
-    messages().print("\nwritten: " + ", ".join(map(str, report.files)), style="dim")
+    with _while_read(sys.stderr):
+        messages().print("\nwritten: " + ", ".join(map(str, report.files)), style="dim")

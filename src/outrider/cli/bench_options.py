@@ -1,6 +1,7 @@
 """Options of `outrider bench`."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +194,7 @@ class ReportOptions:
                 f"--output must be a name without suffix, or end in {' or '.join(own)} "
                 f"for --report {self.report}, got {given!r}"
             )
-        if self.output.name in ("", "..") or self.output.is_dir():
+        if self.output.name in ("", "..") or os.path.isdir(self.output):
             example = self.output / "bench"
             raise ConfigError(
                 f"--output must name the files, for example {str(example)!r}, "
