@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,6 +159,7 @@ def test_a_temporary_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
         builder._most_pending = 700
         for text in texts(60, 100):
             builder.add(text)
+        assert list(tmp_path.iterdir()) == []  # nothing to leave behind, however this ends
         run = builder._runs[1].file
         os.ftruncate(run, os.fstat(run).st_size - 5)
         with pytest.raises(TableError, match="cannot read temporary files"):
@@ -201,23 +203,129 @@ def test_confidence_is_calibrated_on_texts_kept_out(tmp_path: Path) -> None:
     assert 0.7 < after_two < 0.85  # four of five
 
 
-@pytest.mark.parametrize("token_ids", [[-1, 2], [3, 30]])
-def test_ids_outside_the_vocabulary_are_refused(token_ids: list[int]) -> None:
-    builder = TableBuilder(30, "toy", None, MIN_MEMORY)
+def taken(token_ids: Any, counted: Any = None) -> int:
+    with TableBuilder(30, "toy") as builder:
+        builder.add(token_ids, counted)
+        return builder.num_tokens
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [np.array([-1, 2]), np.array([3, 30]), np.array([1 << 40]), np.array([2**63], np.uint64)],
+)
+def test_ids_outside_the_vocabulary_are_refused(token_ids: np.ndarray) -> None:
     with pytest.raises(TableError, match=r"in \[0, 30\), got"):
-        builder.add(np.array(token_ids, np.int32))
+        taken(token_ids)
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        *([1, 2], (), "12", None, 5, {1: 2}),
+        *(np.array([1.0, 2.0]), np.array([float("nan")]), np.array([]), np.array(["1"])),
+        *(np.array([True, False]), np.array([[1, 2]]), np.array(5), np.array([1, None])),
+    ],
+)
+def test_what_is_no_array_of_ids_is_refused(token_ids: Any) -> None:
+    with pytest.raises(TableError, match="must be a one-dimensional array of integers, got"):
+        taken(token_ids)
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        *([True] * 3, "abc", 1, np.ones(2, bool), np.ones(4, bool), np.ones((3, 1), bool)),
+        *(np.ones(3), np.ones(3, np.int64), np.array(["a"] * 3), np.array([], bool)),
+    ],
+)
+def test_a_mask_that_does_not_fit_its_ids_is_refused(counted: Any) -> None:
+    with pytest.raises(TableError, match=r"counted must be an array of 3 bools, .* got"):
+        taken(np.array([1, 2, 3]), counted)
+
+
+def test_ids_of_any_integer_type_are_taken(tmp_path: Path) -> None:
+    for kind in (np.int8, np.uint16, np.int64, np.uint64):
+        assert taken(np.array([1, 2, 3], kind), np.array([True, False, True])) == 3
+    assert taken(np.array([], np.int32)) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"key_lengths": lengths}
+            for lengths in ((), (0,), (7,), (2, 1), (1, 1), ("1",), 3, None)
+        ),
+        *({"key_lengths": lengths} for lengths in ((1.5,), (True,), "12", {1, 2})),
+        *({"min_count": count} for count in (0, -1, 1 << 31, 4294967297, 1.5, "2", None, True)),
+        *({"num_ranks": ranks} for ranks in (0, 5, None, 2.0)),
+        *({"min_value": value} for value in (-1, float("nan"), float("inf"), "0", None, 10**400)),
+        *({"min_share": share} for share in (-0.1, 1.1, float("nan"), None, True)),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TableError, match=next(iter(options))):
+        Settings(**options)
+
+
+def test_a_builder_is_finished_once(tmp_path: Path) -> None:
+    with TableBuilder(30, "toy") as builder:
+        builder.add(np.arange(20))
+        with pytest.raises(TableError, match="no directory"):
+            builder.finish(tmp_path / "no" / "t.table", {})  # nothing is lost by that
+        built = builder.finish(str(tmp_path / "t.table"), {})
+        assert built.path == tmp_path / "t.table" and built.num_contexts > 0
+        with pytest.raises(TableError, match="is finished"):
+            builder.finish(tmp_path / "again.table", {})
+        with pytest.raises(TableError, match="is finished"):
+            builder.add(np.arange(20))
+
+
+@needs_native
+@pytest.mark.parametrize("most_pending", [7, 100, 999, 5000])
+def test_a_long_text_is_cut_without_loss(tmp_path: Path, most_pending: int) -> None:
+    corpus = [np.concatenate(texts(30, 100)), *texts(HELD_OUT + 2, 40, seed=3)]
+    masks = [np.random.default_rng(i).random(len(t)) < 0.8 for i, t in enumerate(corpus)]
+    files = []
+    for cut in (10**9, most_pending):
+        with TableBuilder(30, "toy", None, MIN_MEMORY, tmp_path) as builder:
+            builder._most_pending = cut
+            for text, mask in zip(corpus, masks, strict=True):
+                builder.add(text, mask)
+                assert all(len(piece) <= cut + 7 for piece in builder._pending)
+            builder.finish(tmp_path / f"{cut}.table", {})
+        files.append((tmp_path / f"{cut}.table").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_no_more_of_a_text_is_held_out_than_calibration_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.tables.build.MAX_HELD_OUT", 50)
+    with TableBuilder(30, "toy") as builder:
+        for _ in range(HELD_OUT):
+            builder.add(np.arange(20).repeat(5))
+        assert [len(tokens) for tokens, _ in builder._held_out] == [51]  # and the end of the text
+        assert builder._num_pending == 100 * HELD_OUT - 50
 
 
 def test_impossible_builds_are_refused(tmp_path: Path) -> None:
+    for wrong in (0, -5, None, "30", 30.0):
+        with pytest.raises(TableError, match="vocab_size"):
+            TableBuilder(wrong, "toy")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TableError, match="got 3000000"):
         TableBuilder(3_000_000, "toy")
     with pytest.raises(TableError, match=f"at least {MIN_MEMORY} bytes of memory, got 5"):
         TableBuilder(30, "toy", memory=5)
     with TableBuilder(30, "toy") as builder, pytest.raises(TableError, match="no tokens"):
         builder.finish(tmp_path / "t.table", {})
+    (tmp_path / "file").touch()
+    for name in ("missing", "file"):
+        with pytest.raises(TableError, match=rf"temporary files in .*{name}: .*--temporary"):
+            TableBuilder(30, "toy", directory=tmp_path / name)
     with pytest.raises(TableError, match=r"at least \d+ bytes, the maximum is 99"):
         write_table(tmp_path / "t.table", texts(1), max_bytes=99)
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("*.table"))
 
 
 # ---- merge and prune
@@ -292,8 +400,7 @@ def test_prune_by_count_and_by_size(tmp_path: Path) -> None:
     assert entries["total"].min() == 3
     prune(table, tmp_path / "sized.table", {}, max_bytes=50_000)
     assert 35_000 < (tmp_path / "sized.table").stat().st_size <= 50_000
-    same = pruned(table.contents)  # in buckets arranged anew, of which some overflow
-    assert 0.95 < same.num_slots / table.header["num_slots"] <= 1
+    assert pruned(table.contents).num_slots == table.header["num_slots"]
 
 
 # ---- numbers

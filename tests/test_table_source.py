@@ -1,6 +1,7 @@
 """The table as a draft source: refusals, learning, and how a config or "auto" finds one."""
 
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,7 @@ def test_another_vocabulary_is_refused_with_both_fingerprints() -> None:
         ({"branches": 0}, "branches"),
         ({"branches": 9}, "at most 64 tokens with 4 branches"),
         ({"num_speculative_tokens": 65}, "num_speculative_tokens=65"),
-        ({"min_survival": 2.0}, "min_survival"),
+        *(({"min_survival": value}, "min_survival") for value in (2.0, "0.1", None, True)),
         ({"hot_bytes": -1}, "hot_bytes"),
     ],
 )
@@ -194,3 +195,41 @@ def test_the_environment_names_a_directory(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("OUTRIDER_TABLES", str(tmp_path))
     write_table(tmp_path / "mine.table", texts(2))
     assert built("auto")[-1].table.path == tmp_path / "mine.table"
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "file/below", "\udcff\n"])
+def test_an_environment_that_names_no_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OUTRIDER_TABLES", str(tmp_path / kind))
+    with pytest.raises(ConfigError, match=r"OUTRIDER_TABLES must name a directory .*: N"):
+        built("auto")
+
+
+def test_a_home_directory_may_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_TABLES", "~/")
+    write_table(tmp_path / "mine.table", texts(2))
+    assert built("auto")[-1].table.path == tmp_path / "mine.table"
+    (named,) = built({"method": "table", "path": "~/mine.table"})
+    assert named.table.path == tmp_path / "mine.table"
+
+
+def test_auto_passes_over_what_is_no_table(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(directory / "a.table")
+    (directory / "b.table").mkdir()
+    (directory / "c.table").symlink_to("/dev/zero")
+    write_table(directory / "d.table", texts(2))
+    with caplog.at_level(logging.WARNING, "outrider"):
+        assert built("auto")[-1].table.path.name == "d.table"
+    for kind in ("a FIFO", "a directory", "a device"):
+        assert f"it is {kind}" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["a\0b.table", "a\ud800.table"])
+def test_a_path_that_is_no_file_name_is_refused(path: str) -> None:
+    with pytest.raises(TableError, match="it is not a file name"):
+        built({"method": "table", "path": path})

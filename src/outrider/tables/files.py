@@ -86,6 +86,8 @@ def check_output(path: str | os.PathLike[str]) -> Path:
         handle, name = tempfile.mkstemp(prefix=_prefix(target), dir=parent)  # it can be done
         os.close(handle)
         Path(name).unlink()
+    except TableError:  # a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         raise TableError(f"cannot write {named(path)}: {reason(error)}") from error
     return target

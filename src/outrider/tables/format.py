@@ -201,7 +201,7 @@ def _loaded(file: BinaryIO, offset: int, shape: tuple[int, int]) -> tuple[np.nda
 
 def file_bytes(layout: Layout, fields: Mapping[str, Any]) -> int:
     """Size of the file that `write_table` will make."""
-    return _places(layout, fields)[1] + layout.bucket_bytes
+    return section_places(layout, fields)[1] + layout.bucket_bytes
 
 
 def check_provenance(provenance: Mapping[str, Any]) -> None:
@@ -236,7 +236,7 @@ def write_table(
     layout = contents.layout
     packed = contents.filter.astype("<u4").tobytes()
     header = _header(layout, fields)
-    filter_at, buckets_at = _places(layout, fields)
+    filter_at, buckets_at = section_places(layout, fields)
     packed += bytes(buckets_at - filter_at - len(packed))
     size = buckets_at + layout.bucket_bytes
     with written_whole(path) as file:
@@ -271,7 +271,7 @@ def _header(layout: Layout, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _places(layout: Layout, fields: Mapping[str, Any]) -> tuple[int, int]:
+def section_places(layout: Layout, fields: Mapping[str, Any]) -> tuple[int, int]:
     """Where the filter and the buckets begin."""
     length = len(json.dumps(_header(layout, fields)))
     room = PRELUDE.size + length + 64  # the sections' numbers get longer

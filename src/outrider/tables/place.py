@@ -11,7 +11,16 @@ import numpy as np
 from outrider.errors import TableError
 from outrider.native import library, pointer
 from outrider.tables.files import Scratch
-from outrider.tables.format import BLOCK_BYTES, PAGE, Contents, Layout, Region, file_bytes, mapped
+from outrider.tables.format import (
+    BLOCK_BYTES,
+    PAGE,
+    Contents,
+    Layout,
+    Region,
+    file_bytes,
+    mapped,
+    section_places,
+)
 from outrider.tables.hashing import (
     BLOCK_WORDS,
     BUCKET_BYTES,
@@ -308,7 +317,7 @@ def _with_regions(plain: Layout, regions: tuple[Region, ...]) -> Layout:
 def _cut_for(store: EntryStore, layout: Layout, max_bytes: int, fields: Mapping[str, Any]) -> _Cut:
     # Either region may take MIN_BUCKETS for less, both round up, and so do the filter and a page.
     nothing = _with_regions(layout, (Region(1, 1), Region(1, MIN_BUCKETS)))
-    base = file_bytes(nothing, fields) + PAGE
+    base = section_places(nothing, fields)[0] + nothing.filter_bytes + PAGE + nothing.bucket_bytes
     least = base + MIN_BUCKETS * BUCKET_BYTES
     if max_bytes < least:
         raise TableError(f"a table takes at least {least} bytes, the maximum is {max_bytes}")
