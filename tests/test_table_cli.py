@@ -1,6 +1,10 @@
 """`outrider table`, from corpora to tables and back: what it prints, writes and refuses."""
 
 import json
+import random
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +14,8 @@ from table_cases import byte_tokenizer, texts, write_table
 from typer.testing import CliRunner
 
 from outrider.cli.main import app, main
-from outrider.errors import MissingDependency
-from outrider.tables.corpus import Corpus, Passage, read_passages, tokenised
+from outrider.cli.table_inputs import size_of
+from outrider.errors import MissingDependency, TableError
 from outrider.tables.format import Table
 from outrider.tables.samples import continuation
 
@@ -25,7 +29,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.cli.table._tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr("outrider.cli.table_inputs.tokenizer_of", lambda model: TOKENIZER)
 
 
 def table(*arguments: object) -> str:
@@ -141,10 +145,16 @@ def test_corpora_that_cannot_be_read_are_refused_with_file_and_line(
         "latin.txt": (b"one\ntwo\ncaf\xe9 au lait\n", "latin.txt:3 is not UTF-8"),
         "cut.txt": ("é".encode()[:1], "cut.txt:1 is not UTF-8"),
         "bad.jsonl": (b'{"text": "a"}\n\n{"text"\n', "bad.jsonl:3: not valid JSON at column"),
-        "list.jsonl": (b"[1]\n", "list.jsonl:1: expected a JSON object, got '[1]"),
-        "keys.jsonl": (b'{"body": "a"}\n', "keys.jsonl:1: expected 'text', 'turns'"),
-        "turns.jsonl": (b'{"turns": [1]}\n', "turns.jsonl:1: expected 'text'"),
-        "role.jsonl": (b'{"messages": [{"content": "a"}]}\n', "each message needs 'role'"),
+        "list.jsonl": (b"[1]\n", "list.jsonl:1: expected a JSON object, got [1]"),
+        "keys.jsonl": (
+            b'{"body": "a"}\n',
+            "keys.jsonl:1: expected one of the keys 'outputs', 'text'",
+        ),
+        "turns.jsonl": (b'{"turns": [1]}\n', "turns.jsonl:1: turn 1 must be a text, got 1"),
+        "role.jsonl": (
+            b'{"messages": [{"content": "a"}]}\n',
+            "role.jsonl:1: message 1 needs a 'role' of system, developer, user",
+        ),
         "ids.jsonl": (b'{"outputs": [{"text": "a"}]}\n', "needs 'token_ids'"),
         "foreign.jsonl": (
             b'{"outputs": [{"token_ids": [5, 6], "text": "hello"}]}\n',
@@ -171,7 +181,7 @@ def test_wrong_options_are_refused(
     for options, message in {
         ("--key-lengths", "1,7"): "different numbers from 1 to 6, as 1,2,4, got '1,7'",
         ("--key-lengths", "1,1"): "got '1,1'",
-        ("--max-bytes", "15X"): "a number with K, M or G behind it, got '15X'",
+        ("--max-bytes", "15X"): "--max-bytes must be a number of bytes, or one with K, M, G",
         ("--memory", "1M"): "--memory must be at least",
         ("--max-bytes", "1K"): "the maximum is 1024",
     }.items():
@@ -204,52 +214,129 @@ def test_a_full_disk_leaves_no_file(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-# ---- corpora
-
-
-def counted_texts(path: Path) -> list[tuple[str, str]]:
-    """What is context and what is counted, decoded."""
-    found = []
-    for ids, mask in tokenised(read_passages(path, TOKENIZER), TOKENIZER):
-        found.append(tuple(TOKENIZER.decode(ids[chosen], False) for chosen in (~mask, mask)))
-    return found
-
-
-def test_only_what_the_assistant_says_is_counted(tmp_path: Path) -> None:
-    messages = [("user", "hi"), ("assistant", "hello"), ("user", "why"), ("assistant", "so")]
-    record = {"messages": [{"role": role, "content": said} for role, said in messages]}
-    path = jsonl(tmp_path / "a.jsonl", record)
-    assert counted_texts(path) == [("stant>", "hello<eos>"), ("stant>", "so<eos>")]
-    asked = {"messages": record["messages"][:1]}
-    assert counted_texts(jsonl(path, asked)) == [("", "hi")]
-
-
-def test_turns_texts_and_generated_outputs(tmp_path: Path) -> None:
-    ids = TOKENIZER.encode("blue")
-    output = {"token_ids": [*ids, 2], "text": "blue"}
-    generated = {"prompt": "<user>sky<eos>\n<assistant>", "outputs": [output, output]}
-    path = jsonl(tmp_path / "a.jsonl", {"turns": ["one", "two"]}, {"text": "three"}, generated)
-    assert counted_texts(path) == [
-        ("", "one"), ("", "two"), ("", "three"), ("stant>", "blue<eos>"), ("stant>", "blue<eos>"),
-    ]  # fmt: skip
-
-
-def test_a_directory_is_read_by_suffix_and_without_what_is_excluded(tmp_path: Path) -> None:
-    for name in ("b.py", "a.py", "c.txt", "test/d.py", "sub/e.py", "f.bin", "sub/test.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    corpus = Corpus([tmp_path], (".py",), ("test", "test.py"))
-    names = [str(path.relative_to(tmp_path)) for path in corpus.files()]
-    assert names == ["a.py", "b.py", "sub/e.py"]
-
-
-def test_a_long_text_comes_in_pieces_without_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_build_never_writes_over_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outrider.tables.corpus.PIECE", 50)
-    content = "".join(f"line {i} é\n" for i in range(40)) + "é" * 333
-    (tmp_path / "a.txt").write_text(content)
-    pieces = list(read_passages(tmp_path / "a.txt", TOKENIZER))
-    assert "".join(piece.text for piece in pieces) == content
-    assert len(pieces) > 10
-    assert all(isinstance(piece, Passage) and len(piece.text) <= 70 for piece in pieces)
+    source, link, empty = (tmp_path / name for name in ("a.txt", "link.txt", "empty.txt"))
+    source.write_text(SENTENCE * 50)
+    link.symlink_to(source)
+    empty.write_text("")
+    for output in (source, link):
+        answer = refused(monkeypatch, capsys, "build", source, "-o", output)
+        assert "is one of the inputs" in answer
+    assert "is one of the inputs" in refused(
+        monkeypatch, capsys, "build", source, empty, "-o", empty
+    )
+    assert source.read_text() == SENTENCE * 50
+    table("build", tmp_path, "-o", tmp_path / "out.txt")
+    first = Table(tmp_path / "out.txt").header["corpus"]
+    table("build", tmp_path, "-o", tmp_path / "out.txt")  # passes over its own table
+    assert Table(tmp_path / "out.txt").header["corpus"] == first
+    named = refused(monkeypatch, capsys, "build", tmp_path / "out.txt", "-o", tmp_path / "t.table")
+    assert "is a draft table" in named
+    table("prune", tmp_path / "out.txt", "-o", tmp_path / "out.txt", "--min-count", 2)
+    table("merge", *[tmp_path / "out.txt"] * 2, "-o", tmp_path / "out.txt")
+
+
+def test_a_useless_output_is_known_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(SENTENCE * 50)
+    table("build", tmp_path / "a.txt", "-o", tmp_path / "a.table")
+
+    def work(*_: object) -> None:
+        raise AssertionError("the output was not looked at first")
+
+    monkeypatch.setattr("outrider.cli.table_inputs.take_in", work)
+    monkeypatch.setattr("outrider.cli.table_inputs.read_stream", work)
+    for output in (tmp_path, tmp_path / "none" / "t.table", tmp_path / ("n" * 300)):
+        for command in (("build", tmp_path / "a.txt"), ("prune", tmp_path / "a.table",
+                        "--min-count", 2), ("merge", *[tmp_path / "a.table"] * 2)):  # fmt: skip
+            assert "cannot write" in refused(monkeypatch, capsys, *command, "-o", output)
+    (tmp_path / "d.svg").mkdir()
+    for picture, message in {
+        "p": "ends in .png or .svg",
+        "p.gif": "ends in .png or .svg",
+        "": "ends in .png or .svg",
+        "none/p.svg": "no directory",
+        "d.svg": "it is a directory",
+        f"{'n' * 300}.svg": "File name too long",
+    }.items():
+        path = tmp_path / picture if picture else ""
+        command = ("coverage", tmp_path / "a.table", "--on", tmp_path / "a.txt", "--plot", path)
+        assert message in refused(monkeypatch, capsys, *command)
+
+
+@pytest.mark.parametrize(
+    "size", ["²", "²M", "٣M", "9" * 400, "1" * 6000, "1e5", "15MB", "-1", "0", "", "M", "nan"]
+)
+def test_sizes_are_plain_numbers(size: str) -> None:
+    with pytest.raises(TableError, match="--memory must be a number of bytes"):
+        size_of("--memory", size)
+
+
+def test_sizes_have_units() -> None:
+    assert size_of("--memory", "4096") == 4096
+    assert size_of("--memory", "1.5g") == 3 << 29
+    assert size_of("--memory", "2T") == 2 << 40
+
+
+def test_options_that_would_be_ignored_are_refused_or_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(SENTENCE * 50)
+    path = tmp_path / "a.table"
+    table("build", tmp_path / "a.txt", "-o", path)
+    assert "give one of them" in refused(
+        monkeypatch, capsys, "inspect", path, "--json", "--after", "x"
+    )
+    assert "one token or more" in refused(monkeypatch, capsys, "inspect", path, "--after", "")
+    assert "2 or more" in refused(monkeypatch, capsys, "prune", path, "-o", path, "--min-count", 1)
+    assert "its own --on" in refused(
+        monkeypatch, capsys, "coverage", path, "--on", tmp_path / "a.txt", tmp_path / "a.txt"
+    )
+    assert json.loads(table("inspect", path, "--json", "--verify"))["verified"] is True
+    table("build", tmp_path / "a.txt", "-o", path, "--key-lengths", "2,3")
+    assert "no keys of one token" in table("inspect", path)
+
+
+def test_the_recommended_size_is_a_command(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    words = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(2000)]
+    often = " ".join(words[:20]) + " "
+    (tmp_path / "a.txt").write_text(" ".join(words) + " " + often * 50)
+    (tmp_path / "b.txt").write_text(often * 3)
+    table("build", tmp_path / "a.txt", "-o", tmp_path / "a.table")
+    shown = table("coverage", tmp_path / "a.table", "--on", tmp_path / "b.txt")
+    command = re.search(r"outrider table prune (\S+) -o SMALLER.table (--max-bytes) (\d+K)", shown)
+    assert command is not None, shown
+    table("prune", command[1], "-o", tmp_path / "s.table", command[2], command[3])
+    small = Table(tmp_path / "s.table").num_bytes
+    assert small < Table(tmp_path / "a.table").num_bytes
+    assert "answers: places" in shown and "1 token " in shown and "1 tokens" not in shown
+
+
+# ---- the end of a command
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_unwinds_and_removes_what_is_temporary(tmp_path: Path, name: str) -> None:
+    code = """
+import sys, tempfile, time
+from outrider.cli import main
+def app():
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+        print("ready", flush=True)
+        time.sleep(60)
+main.app = app
+main.main()
+"""
+    number = getattr(signal, name)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (128 + number, b"")
+    assert list(tmp_path.iterdir()) == []

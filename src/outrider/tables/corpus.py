@@ -1,45 +1,45 @@
-"""Texts to build a table from: files, JSONL records, directories, generated outputs.
+"""Texts to build a table from: files, JSONL records, directories, standard input.
 
-    text files                   pieces of about PIECE characters, cut at a line break
-    {"text": …}                  a text
-    {"turns": […]}               each turn a text
-    {"messages": […]}            what the assistant says, after the chat template; without one,
-                                 every message a text
-    {"prompt": …, "outputs": […]}   what `outrider generate --json` writes: the outputs' token ids
-
-Only what a target would have to say is counted; what comes before it is context.
+A file is JSONL if its name ends in .jsonl, or if its first line is an object with a key that
+`jsonl.py` knows; everything else is text. Long texts of both come in pieces of at most PIECE
+characters, each with the end of the one before as its context, so that reading takes little
+memory whatever there is to read.
 """
 
 import codecs
-import json
-from collections.abc import Iterable, Iterator, Sequence
+import errno
+import fnmatch
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
-from outrider.errors import PromptError, TableError
+from outrider.errors import TableError
+from outrider.tables.files import MAGIC, kind_of, named, reason
 from outrider.tables.hashing import MAX_KEY
+from outrider.tables.jsonl import CONTEXT, Passage, is_record, passages_of
 from outrider.tokenizer import Tokenizer
 
 PIECE = 1 << 18  # characters
 BATCH = 1 << 20  # characters tokenised together: an encoding takes 100 times its ids
-CONTEXT = 64  # characters of a prompt that are enough for MAX_KEY tokens, special ones apart
+MAX_LINE = 64 << 20  # bytes of a line of JSONL
+STDIN = Path("-")
+JSONL_SUFFIX = ".jsonl"
+BYTE_ORDER_MARK = codecs.BOM_UTF8
 TEXT_SUFFIXES = (
     *(".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".jsonl", ".yaml", ".yml", ".toml"),
     *(".py", ".pyi", ".js", ".ts", ".jsx", ".tsx", ".java", ".kt", ".c", ".h", ".cc", ".cpp"),
     *(".hpp", ".cs", ".go", ".rs", ".rb", ".php", ".swift", ".scala", ".sh", ".sql", ".css"),
 )
 
-
-@dataclass(slots=True)
-class Passage:
-    """Something to count, and what came before it."""
-
-    text: str = ""
-    before: str = ""
-    token_ids: Sequence[int] | None = None  # instead of the text
+Note = Callable[[str], None]
+log = logging.getLogger("outrider")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,59 +47,119 @@ class Corpus:
     """The files of a build.
 
     Args:
-        paths: files and directories.
-        suffixes: of the files taken from directories.
-        excluded: names of directories and files that are left out below a directory.
+        paths: files, directories, and `-` for standard input.
+        suffixes: of the files taken from directories, in small or capital letters.
+        excluded: names of directories and files that are left out below a directory, or patterns
+            of them such as `test_*`; one with a slash is compared with the path below it.
     """
 
-    paths: Sequence[Path]
+    paths: Sequence[str | Path]
     suffixes: Sequence[str] = TEXT_SUFFIXES
     excluded: Sequence[str] = ()
 
-    def files(self) -> list[Path]:
-        """All files, in an order that does not depend on the file system.
+    def files(self, note: Note = log.warning) -> list[Path]:
+        """All files, each once, in an order that does not depend on the file system.
+
+        Args:
+            note: told in a sentence what was left out that one may have wanted.
 
         Raises:
-            TableError: a path is missing, or there is no file.
+            TableError: a path is missing or cannot be read as text, or a directory has no file.
         """
         found: list[Path] = []
-        for path in self.paths:
-            if path.is_dir():
-                found += self._below(path)
-            elif path.exists():
-                found.append(path)
-            else:
-                raise TableError(f"the corpus {path} does not exist")
-        if not found:
+        used: set[str] = set()
+        is_directory = [self._take(path, found, used, note) for path in self.paths]
+        unused = [pattern for pattern in self.excluded if pattern not in used]
+        if unused and any(is_directory):
+            note(f"nothing is left out by --exclude {' '.join(unused)}: no name is like it")
+        if (self.excluded or self.suffixes is not TEXT_SUFFIXES) and not any(is_directory):
+            note("--suffix and --exclude choose from directories, and no directory was given")
+        return _each_once(found, note)
+
+    def _take(self, given: str | Path, found: list[Path], used: set[str], note: Note) -> bool:
+        """Add what a path stands for; whether it is a directory."""
+        if not str(given):
+            raise TableError("a corpus must be a file, a directory or - for standard input, got ''")
+        path = Path(given)
+        if path == STDIN:
+            found.append(path)
+            return False
+        kind = _kind(path)
+        if kind == "a directory":
+            below = self._below(path, used, note)
+            if not below:
+                raise TableError(
+                    f"no file in {named(path)} is text with a name that ends in one of "
+                    f"{', '.join(self.suffixes)}"
+                )
+            found += below
+            return True
+        if kind is not None:
+            raise TableError(_refusal(path, kind))
+        if is_table(path):
             raise TableError(
-                f"no file in {', '.join(map(str, self.paths))} ends in one of "
-                f"{', '.join(self.suffixes)}"
+                f"the corpus {named(path)} is a draft table: expected the text for one"
             )
-        return found
+        found.append(path)
+        return False
 
-    def _below(self, directory: Path) -> list[Path]:
-        names = set(self.excluded)
-        return sorted(
-            path
-            for path in directory.rglob("*")
-            if path.suffix in self.suffixes
-            and path.is_file()
-            and not names.intersection(path.relative_to(directory).parts)
-        )
+    def _below(self, directory: Path, used: set[str], note: Note) -> list[Path]:
+        found: list[Path] = []
+        endings = tuple(ending.lower() for ending in self.suffixes)
+
+        def unreadable(error: OSError) -> None:
+            if error.filename == str(directory):
+                raise TableError(f"cannot read the corpus {named(directory)}: {reason(error)}")
+            note(f"left out: cannot read {named(error.filename)}: {reason(error)}")
+
+        for root, directories, names in os.walk(directory, onerror=unreadable):
+            here = Path(root)
+            inside = here.relative_to(directory)
+            directories[:] = [n for n in directories if not self._excludes(inside / n, used)]
+            for name in names:
+                if not name.lower().endswith(endings) or self._excludes(inside / name, used):
+                    continue
+                why = _why_not(here / name)
+                if why is None:
+                    found.append(here / name)
+                else:
+                    note(f"left out: {why}")
+        return sorted(found)
+
+    def _excludes(self, inside: Path, used: set[str]) -> bool:
+        fitting = {
+            pattern
+            for pattern in self.excluded
+            if fnmatch.fnmatchcase(str(inside) if "/" in pattern else inside.name, pattern)
+        }
+        used |= fitting
+        return bool(fitting)
 
 
-def read_passages(path: Path, tokenizer: Tokenizer) -> Iterator[Passage]:
-    """What is in a file.
+def read_passages(
+    path: Path, tokenizer: Tokenizer, progress: Callable[[int], None] = lambda num_bytes: None
+) -> Iterator[Passage]:
+    """What is in a file, or in standard input where the path is `-`.
+
+    Args:
+        progress: told how many more bytes were read.
 
     Raises:
         TableError: it cannot be read, is not UTF-8, or a line is no record; with the line.
     """
-    if path.suffix != ".jsonl":
-        yield from (Passage(piece) for piece in _pieces(path))
-        return
-    for number, line in enumerate(_lines(path), 1):
-        if line.strip():
-            yield from _record(line, f"{path}:{number}", tokenizer)
+    with opened(path) as file:
+        if _is_jsonl(file, path):
+            for number, line in enumerate(_lines(file, path, MAX_LINE, progress), 1):
+                if len(line) >= MAX_LINE and not line.endswith("\n"):
+                    raise TableError(
+                        f"{named(path)}:{number}: expected a JSON object in each line, got "
+                        f"a line of more than {MAX_LINE >> 20} MiB"
+                    )
+                if line.strip():
+                    for passage in passages_of(line, f"{named(path)}:{number}", tokenizer):
+                        yield from _split(passage)
+        else:
+            yield from _pieces(_lines(file, path, PIECE, progress), "")
 
 
 def tokenised(
@@ -117,6 +177,149 @@ def tokenised(
     yield from _encode(batch, tokenizer)
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, or standard input for `-`, to read bytes from.
+
+    Raises:
+        TableError: it is something else, or reading it fails inside the block.
+    """
+    try:
+        if path == STDIN:
+            yield sys.stdin.buffer
+            return
+        # A pipe is opened without waiting for a writer, and refused by what was opened.
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            kind = kind_of(os.fstat(file.fileno()))
+            if kind is not None:
+                raise TableError(_refusal(path, kind))
+            yield file
+    except OSError as error:
+        raise TableError(f"cannot read the corpus {named(path)}: {reason(error)}") from error
+
+
+def _refusal(path: Path, kind: str) -> str:
+    return (
+        f"the corpus {named(path)} is {kind}: expected a file, a directory or - for standard input"
+    )
+
+
+def is_table(path: Path) -> bool:
+    """Whether a regular file starts as a table does."""
+    with opened(path) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _kind(path: Path) -> str | None:
+    """What a path is, None for a regular file."""
+    try:
+        return kind_of(path.stat())
+    except OSError as error:
+        if error.errno == errno.ENOENT and path.is_symlink():
+            goal = os.readlink(path)
+            raise TableError(
+                f"the corpus {named(path)} is a link to {named(goal)}, which does not exist"
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise TableError(f"the corpus {named(path)} does not exist") from error
+        raise TableError(f"cannot read the corpus {named(path)}: {reason(error)}") from error
+
+
+def _why_not(path: Path) -> str | None:
+    """Why a file of a directory is no text to read, None if it may be."""
+    try:
+        kind = _kind(path) or ("a draft table" if is_table(path) else None)
+    except TableError as error:
+        return str(error)
+    return kind and f"{named(path)} is {kind}"
+
+
+def _each_once(found: Sequence[Path], note: Note) -> list[Path]:
+    known: dict[object, Path] = {}  # by file, whatever it is called
+    again: list[Path] = []
+    for path in found:
+        status = None if path == STDIN else path.stat()
+        key = path if status is None else (status.st_dev, status.st_ino)
+        if key in known:
+            again.append(path)
+        known.setdefault(key, path)
+    if again:
+        more = "" if len(again) == 1 else f", and {len(again) - 1} more"
+        note(f"{named(again[0])} is there twice{more}: each file is read once")
+    return list(known.values())
+
+
+def _is_jsonl(file: BinaryIO, path: Path) -> bool:
+    """Whether to read an open file as JSONL; leaves it at its start."""
+    if path == STDIN:
+        return _first_byte(file) == b"{"
+    if path.suffix.lower() == JSONL_SUFFIX:
+        return True
+    line = b""
+    while not line.strip() and (line := file.readline(MAX_LINE)):
+        line = line.removeprefix(BYTE_ORDER_MARK)
+    file.seek(0)
+    return line.lstrip().startswith(b"{") and is_record(line)
+
+
+def _first_byte(file: BinaryIO) -> bytes:
+    """The first byte that is no white space of a stream that cannot be wound back.
+
+    White space before it is read and gone if nothing else came with it.
+    """
+    peek = getattr(file, "peek", None)
+    while peek is not None and (head := peek(1)):
+        text = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+        if text:
+            return text[:1]
+        file.read(len(head))
+    return b""
+
+
+def _lines(file: BinaryIO, path: Path, most: int, progress: Callable[[int], None]) -> Iterator[str]:
+    """Lines of a file; one longer than `most` bytes comes in parts."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    number = 1
+    try:
+        line = file.readline(most).removeprefix(BYTE_ORDER_MARK)
+        while line:
+            progress(len(line))
+            yield decoder.decode(line)
+            number += line.endswith(b"\n")
+            line = file.readline(most)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise TableError(f"{named(path)}:{number} is not UTF-8 text: {error.reason}") from error
+
+
+def _split(passage: Passage) -> Iterator[Passage]:
+    """The passage in pieces, if its text is long."""
+    text = passage.text
+    if len(text) <= PIECE:
+        yield passage
+        return
+    parts = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+    yield from _pieces(parts, passage.before)
+
+
+def _pieces(parts: Iterable[str], before: str) -> Iterator[Passage]:
+    """A text that comes in parts, cut into passages after a line, or else before a space."""
+    held: list[str] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        while size >= PIECE:
+            text = "".join(held)
+            end = text.rfind("\n", PIECE // 2, PIECE) + 1
+            end = end or max(0, text.rfind(" ", PIECE // 2, PIECE)) or PIECE
+            yield Passage(text[:end], before)
+            before = text[max(0, end - CONTEXT) : end]
+            held, size = [text[end:]], len(text) - end
+    if size:
+        yield Passage("".join(held), before)
+
+
 def _encode(
     passages: Sequence[Passage], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -127,97 +330,3 @@ def _encode(
         ids = encodings[2 * index + 1].ids if passage.token_ids is None else passage.token_ids
         tokens = np.array([*before, *ids], np.int32)
         yield tokens, np.arange(len(tokens)) >= len(before)
-
-
-def _pieces(path: Path) -> Iterator[str]:
-    piece: list[str] = []
-    size = 0
-    for line in _lines(path):
-        piece.append(line)
-        size += len(line)
-        if size >= PIECE:
-            yield "".join(piece)
-            piece, size = [], 0
-    if piece:
-        yield "".join(piece)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Lines of a file; one longer than PIECE bytes comes in parts, but not in JSONL."""
-    limit = -1 if path.suffix == ".jsonl" else PIECE
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    number = 1
-    try:
-        with path.open("rb") as file:
-            while line := file.readline(limit):
-                yield decoder.decode(line)
-                number += line.endswith(b"\n")
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path}:{number} is not UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _record(line: str, where: str, tokenizer: Tokenizer) -> Iterator[Passage]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TableError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
-    if not isinstance(entry, dict):
-        raise TableError(f"{where}: expected a JSON object, got {line[:40]!r}")
-    if isinstance(entry.get("outputs"), list):
-        yield from (_output(entry, output, where, tokenizer) for output in entry["outputs"])
-    elif isinstance(entry.get("text"), str):
-        yield Passage(entry["text"])
-    elif _is_list_of(entry.get("messages"), dict):
-        yield from _conversation(entry["messages"], where, tokenizer)
-    elif _is_list_of(entry.get("turns"), str):
-        yield from (Passage(turn) for turn in entry["turns"])
-    else:
-        raise TableError(
-            f"{where}: expected 'text', 'turns' (list of texts), 'messages' (list of objects) or "
-            f"'outputs' (list of objects), got the keys {sorted(entry)}"
-        )
-
-
-def _output(entry: dict[str, Any], output: Any, where: str, tokenizer: Tokenizer) -> Passage:
-    ids = output.get("token_ids") if isinstance(output, dict) else None
-    if not _is_list_of(ids, int):
-        raise TableError(f"{where}: each of 'outputs' needs 'token_ids', a list of integers")
-    assert ids is not None
-    text, mine = output.get("text"), tokenizer.decode(ids)
-    # A stop string cuts the text and not always the ids, so only what both have is compared.
-    if isinstance(text, str) and text[: len(mine)] != mine[: len(text)]:
-        raise TableError(
-            f"{where}: the token ids are not this tokenizer's: they read {mine[:40]!r}, "
-            f"the text is {text[:40]!r}"
-        )
-    prompt = entry.get("prompt")
-    return Passage(before=prompt[-CONTEXT:] if isinstance(prompt, str) else "", token_ids=ids)
-
-
-def _conversation(
-    messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer
-) -> Iterator[Passage]:
-    for message in messages:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise TableError(f"{where}: each message needs 'role' and 'content' as text")
-    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if tokenizer.chat_template is None or not spoken:
-        yield from (Passage(message["content"]) for message in messages)
-        return
-    try:
-        for i in spoken:
-            before = tokenizer.chat(messages[:i]) if i else ""
-            whole = tokenizer.chat(messages[: i + 1], add_generation_prompt=False)
-            if whole.startswith(before):
-                yield Passage(whole[len(before) :].rstrip(), before[-CONTEXT:])
-            else:  # a template that rewrites what was said before
-                yield Passage(messages[i]["content"], before[-CONTEXT:])
-    except PromptError as error:
-        raise TableError(f"{where}: {error}") from error
-
-
-def _is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, kind) for v in value)

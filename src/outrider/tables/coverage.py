@@ -1,13 +1,11 @@
 """How much of a text a table covers: by key length, and by the size it is pruned to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from outrider.errors import MissingDependency
 from outrider.tables.edit import pruned
 from outrider.tables.format import Contents, Table
 from outrider.tables.lookup import TableLookup
@@ -15,6 +13,8 @@ from outrider.tables.place import SMALLEST
 from outrider.tables.replay import Replay, Stream, replay
 
 FRACTIONS = (0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.06, 0.03)  # sizes a table is pruned to
+WIDTH, BRANCHES, MIN_SURVIVAL = 8, 2, 0.02  # as the engine drafts, see `TableSource`
+KIBI = 1 << 10
 ENOUGH = 0.97  # the recommended size keeps this share of the accepted tokens
 
 
@@ -34,6 +34,7 @@ class Coverage:
     """What a table, or a pruned one, did on a text."""
 
     num_bytes: int
+    max_bytes: int | None  # that it is pruned to, None: as it is
     num_contexts: int
     hit_rate: float  # places with any draft
     acceptance_length: float  # tokens per step when decoding the text, bonus token included
@@ -48,16 +49,18 @@ def coverage(
     confidence: np.ndarray,
     stream: Stream,
     num_contexts: int,
-    width: int = 8,
-    branches: int = 1,
+    width: int = WIDTH,
+    branches: int = BRANCHES,
+    max_bytes: int | None = None,
 ) -> Coverage:
     """Drafts of `width` tokens at every place of a text, compared with what follows."""
-    found = replay(TableLookup(contents, confidence, width, branches), stream)
+    found = replay(TableLookup(contents, confidence, width, branches, MIN_SURVIVAL), stream)
     lengths = found.key_lengths
     keys = [_of_key(found, lengths == k, k) for k in contents.layout.key_lengths]
     layout = contents.layout
     return Coverage(
         num_bytes=layout.filter_bytes + layout.bucket_bytes,
+        max_bytes=max_bytes,
         num_contexts=num_contexts,
         hit_rate=float((lengths > 0).mean()),
         acceptance_length=_acceptance_length(found),
@@ -65,16 +68,21 @@ def coverage(
     )
 
 
-def by_size(table: Table, stream: Stream, width: int = 8, branches: int = 1) -> list[Coverage]:
+def by_size(
+    table: Table, stream: Stream, width: int = WIDTH, branches: int = BRANCHES
+) -> list[Coverage]:
     """A table as it is, and pruned to smaller and smaller sizes."""
-    settings = width, branches
-    num_contexts = table.header["num_contexts"]
-    results = [coverage(table.contents, table.confidence, stream, num_contexts, *settings)]
+    whole, confidence = table.contents, table.confidence
+    results = [coverage(whole, confidence, stream, table.header["num_contexts"], width, branches)]
     for fraction in FRACTIONS:
-        if fraction * table.num_bytes >= SMALLEST:
-            small = pruned(table.contents, int(fraction * table.num_bytes))
+        most = int(fraction * table.num_bytes) // KIBI * KIBI  # a size that one can type
+        if most >= SMALLEST:
+            small = pruned(whole, most)
             results.append(
-                coverage(small.contents, table.confidence, stream, small.num_contexts, *settings)
+                coverage(
+                    *(small.contents, confidence, stream, small.num_contexts),
+                    *(width, branches, most),
+                )
             )
     return results
 
@@ -84,37 +92,6 @@ def recommended(sizes: Sequence[Coverage]) -> Coverage:
     most = max(size.acceptance_length - 1 for size in sizes)
     kept = [size for size in sizes if size.acceptance_length - 1 >= ENOUGH * most]
     return min(kept, key=lambda size: size.num_bytes)
-
-
-def plot(curves: Mapping[str, Sequence[Coverage]], path: Path) -> None:
-    """Acceptance length and hit rates against size, as PNG or SVG.
-
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency(
-            "the plot needs matplotlib: pip install 'outrider[bench]'"
-        ) from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    accepted, hits = figure.subplots(1, 2)
-    for name, sizes in curves.items():
-        megabytes = [size.num_bytes / 1e6 for size in sizes]
-        accepted.plot(megabytes, [size.acceptance_length for size in sizes], "o-", label=name)
-        best = recommended(sizes)
-        accepted.plot(best.num_bytes / 1e6, best.acceptance_length, "k*", markersize=12)
-        for place, key in enumerate(sizes[0].keys):
-            rates = [size.keys[place].hit_rate for size in sizes]
-            hits.plot(megabytes, rates, ".-", label=f"{name}, {key.key_length} tokens")
-    accepted.set_ylabel("tokens per step (star: recommended size)")
-    hits.set_ylabel("share of places, by length of the key that hit")
-    for axes in (accepted, hits):
-        axes.set_xlabel("table size, MB")
-        axes.set_xscale("log")
-        axes.legend(fontsize="small")
-    figure.savefig(path)
 
 
 def _of_key(found: Replay, mine: np.ndarray, key_length: int) -> KeyCoverage:

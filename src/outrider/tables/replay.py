@@ -6,7 +6,7 @@ import numpy as np
 
 from outrider.tables.format import Contents
 from outrider.tables.hashing import MAX_KEY, NUM_CELLS, NUM_SHARES, NUM_TOTALS, TOTAL_TOPS
-from outrider.tables.lookup import TableLookup
+from outrider.tables.lookup import Found, TableLookup
 from outrider.tables.records import DOUBT
 
 AT_ONCE = 4096  # places looked up in one call
@@ -38,12 +38,12 @@ class Replay:
     places: np.ndarray  # int64 [n], indices into the stream
     accepted: np.ndarray  # int64 [n], tokens of the draft that the text goes on with
     survival: np.ndarray  # float64 [n], how many were expected
-    first_cell: np.ndarray  # int64 [n], of the first draft token, -1: none
+    first_cell: np.ndarray  # int64 [n], of what the longest key has, -1: there is no draft
     first_is_right: np.ndarray  # bool [n]
 
     @property
     def key_lengths(self) -> np.ndarray:
-        """Length of the key that gave the first draft token, 0: none had one."""
+        """Length of the longest key that the table has, 0: there is no draft."""
         return np.where(self.first_cell < 0, 0, self.first_cell // (NUM_TOTALS * NUM_SHARES) + 1)
 
 
@@ -52,9 +52,11 @@ def replay(lookup: TableLookup, stream: Stream) -> Replay:
     places = np.flatnonzero((stream.counted > 0) & (stream.tokens >= 0))
     texts = np.cumsum(stream.tokens < 0)
     results = []
+    # With several branches a draft may begin with what a shorter key says: ask for the longest.
+    longest = TableLookup(lookup.contents, lookup.confidence, width=1)
     for start in range(0, len(places), AT_ONCE):
         some = places[start : start + AT_ONCE]
-        results.append(_replay_some(lookup, stream.tokens, texts, some))
+        results.append(_replay_some(lookup, longest, stream.tokens, texts, some))
         lookup.contents.forget()
     columns = zip(*results, strict=True) if results else ([np.empty(0)] * 4)
     return Replay(places, *(np.concatenate([*column]) for column in columns))
@@ -74,13 +76,16 @@ def calibrated(contents: Contents, stream: Stream | None) -> np.ndarray:
 
 
 def _replay_some(
-    lookup: TableLookup, tokens: np.ndarray, texts: np.ndarray, places: np.ndarray
+    lookup: TableLookup,
+    longest: TableLookup,
+    tokens: np.ndarray,
+    texts: np.ndarray,
+    places: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     n = len(places)
-    lookup.make_room(n)
-    lookup.contexts[:n] = _tokens_before(tokens, texts, places, lookup.max_key)
-    lookup.budgets[:n] = lookup.width
-    found = lookup.draft(n)
+    contexts = _tokens_before(tokens, texts, places, lookup.max_key)
+    best = _drafts(longest, contexts)
+    found = _drafts(lookup, contexts)
     accepted, expected = np.zeros(n, np.int64), np.zeros(n)
     # Where in the text each node is if it is right: -1 for those that are not.
     at = np.full((n, lookup.width + 1), -1, np.int64)
@@ -99,8 +104,17 @@ def _replay_some(
         )
         at[rows[is_right], node] = place[is_right]
         accepted[rows] += is_right
-    first = np.where(found.lengths[:n] > 0, found.cells[:n, 0], -1).astype(np.int64)
+    is_drafted = (found.lengths[:n] > 0) & (best.lengths[:n] > 0)
+    first = np.where(is_drafted, best.cells[:n, 0], -1).astype(np.int64)
     return accepted, expected, first, at[:, 0] >= 0
+
+
+def _drafts(lookup: TableLookup, contexts: np.ndarray) -> Found:
+    n = len(contexts)
+    lookup.make_room(n)
+    lookup.contexts[:n] = contexts
+    lookup.budgets[:n] = lookup.width
+    return lookup.draft(n)
 
 
 def _tokens_before(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.tables.coverage import MIN_SURVIVAL
 from outrider.tables.edit import entries_of
 from outrider.tables.format import Table
 from outrider.tables.hashing import HASH_BITS, context_hashes
@@ -28,8 +29,11 @@ def frequent_starts(table: Table, count: int) -> list[int]:
 def continuation(
     table: Table, token_ids: Sequence[int], count: int
 ) -> tuple[list[int], list[float]]:
-    """What the table would draft after these tokens, and how likely each token is to survive."""
-    lookup = TableLookup(table.contents, table.confidence, width=count)
+    """What the table would draft after these tokens, and how likely each token is to survive.
+
+    The likeliest chain, as long as the engine would take it.
+    """
+    lookup = TableLookup(table.contents, table.confidence, width=count, min_survival=MIN_SURVIVAL)
     newest = list(token_ids)[: -lookup.max_key - 1 : -1]
     lookup.contexts[0, : len(newest)] = newest
     lookup.budgets[0] = count
