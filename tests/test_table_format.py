@@ -117,7 +117,7 @@ def test_a_header_that_makes_no_sense_is_refused_though_its_checksum_fits(
 
 def test_a_disk_that_fills_leaves_the_old_file_and_nothing_else(good: Path, tmp_path: Path) -> None:
     path = tmp_path / "kept.table"
-    old = shutil.copy(good, path).read_bytes()
+    old = Path(shutil.copy(good, path)).read_bytes()
     full = pytest.raises(TableError, match=r"cannot write .*kept\.table: No space left")
     with full, written_whole(path) as file:
         file.write(b"new")

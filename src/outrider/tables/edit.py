@@ -133,7 +133,10 @@ def input_of(table: Table) -> dict[str, Any]:
 
 
 def _with_inputs(provenance: Mapping[str, Any], *tables: Table) -> dict[str, Any]:
-    return {**provenance, "inputs": [input_of(table) for table in tables]}
+    """The provenance of a step. Copies in it of all that its inputs say would nest without end."""
+    copies = [table.provenance for table in tables]
+    own = {key: value for key, value in provenance.items() if value not in (copies, *copies)}
+    return {**own, "inputs": [input_of(table) for table in tables]}
 
 
 def _check_edit(tables: Sequence[Table], path: str | Path, provenance: Mapping[str, Any]) -> None:
