@@ -11,7 +11,7 @@ from table_cases import PROVENANCE, texts, write_table
 
 from outrider.errors import TableError
 from outrider.tables import format as table_format
-from outrider.tables.files import check_output, written_whole
+from outrider.tables.files import written_whole
 from outrider.tables.format import PRELUDE, Table
 from outrider.tables.records import Settings
 
