@@ -338,6 +338,8 @@ class _Race:
             stack.callback(self._logs.cleanup)
             for runner in self._runners.values():
                 stack.callback(runner.close)
+            for runner in self._runners.values():
+                runner.ask_to_end()  # all at once: some take seconds
         self._runners.clear()
 
     def _able(self, batch: int) -> list[int]:

@@ -39,13 +39,18 @@ def run_in_group(
 def end_group(process: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> None:
     """End a process that leads a group, gently at first, and whatever it has started."""
     try:
-        signal_group(process.pid, signal.SIGTERM)
-        signal_group(process.pid, signal.SIGCONT)
+        ask_group_to_end(process.pid)
         with suppress(subprocess.TimeoutExpired):
             process.wait(CLOSING_SECONDS)
     finally:
         signal_group(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def ask_group_to_end(leader: int) -> None:
+    """Ask a process and all it started to end; they are woken for it."""
+    signal_group(leader, signal.SIGTERM)
+    signal_group(leader, signal.SIGCONT)
 
 
 def signal_group(leader: int, number: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.peers.cores import cores_for, on_cores
-from outrider.bench.peers.group import end_group, signal_group
+from outrider.bench.peers.group import ask_group_to_end, end_group, signal_group
 from outrider.bench.peers.install import python_of, runtime_environment
 from outrider.bench.peers.spec import RUNNERS, Side
 from outrider.errors import OutriderError
@@ -78,6 +78,10 @@ class Runner:
         if not _is_decoded(answer, len(prompts)):
             raise self._no_answer(answer)
         return answer["seconds"], answer["token_ids"]
+
+    def ask_to_end(self) -> None:
+        """Let it begin to end, before `close` waits for that."""
+        ask_group_to_end(self._process.pid)
 
     def close(self) -> None:
         """End the process and all it started."""
