@@ -84,7 +84,7 @@ def test_build_inspect_merge_prune_and_coverage(tmp_path: Path) -> None:
 
     table("merge", a, b, "-o", both)
     assert Table(both).contents.layout.key_lengths == (1, 2, 3, 4, 5, 6)
-    assert len(Table(both).provenance["merged"]) == 2
+    assert len(Table(both).provenance["inputs"]) == 2
     assert drafted(both, "the quick") == " brown f"
     table("prune", both, "-o", small, "--min-count", 60)
     assert Table(small).header["num_slots"] < Table(both).header["num_slots"]
@@ -311,8 +311,10 @@ def test_the_recommended_size_is_a_command(tmp_path: Path) -> None:
     command = re.search(r"outrider table prune (\S+) -o SMALLER.table (--max-bytes) (\d+K)", shown)
     assert command is not None, shown
     table("prune", command[1], "-o", tmp_path / "s.table", command[2], command[3])
-    small = Table(tmp_path / "s.table").num_bytes
-    assert small < Table(tmp_path / "a.table").num_bytes
+    small = Table(tmp_path / "s.table")
+    assert small.num_bytes < Table(tmp_path / "a.table").num_bytes
+    lost = small.header["left_out"]["max_bytes"]
+    assert f"{lost:,} contexts of least worth" in table("inspect", tmp_path / "s.table")
     assert "answers: places" in shown and "1 token " in shown and "1 tokens" not in shown
 
 

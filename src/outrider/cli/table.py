@@ -61,7 +61,7 @@ def build(
 ) -> None:
     """Build a table from a corpus."""
     from outrider.cli.console import messages
-    from outrider.cli.table_show import many, size
+    from outrider.cli.table_show import left_out, many, size
     from outrider.tables.build import TableBuilder
     from outrider.tables.files import check_output, named
     from outrider.tables.records import Settings
@@ -83,7 +83,7 @@ def build(
     messages().print(
         f"{named(output)}: {size(built.num_bytes)}, {many(built.num_contexts, 'context')} with "
         f"{many(built.num_slots, 'continuation')}, from {many(built.num_tokens, 'token')} of "
-        f"{many(len(paths), 'file')}",
+        f"{many(len(paths), 'file')}" + left_out(built.left_out),
         soft_wrap=True,
     )
 
@@ -187,8 +187,7 @@ def merge(
     most = _most(max_bytes)
     check_output(output)
     opened = [Table(path) for path in (first, second)]
-    provenance = _stamp() | {"merged": [each.provenance for each in opened]}
-    edit.merge(opened[0], opened[1], output, provenance, most, prefer_first)
+    edit.merge(opened[0], opened[1], output, _stamp(), most, prefer_first)
     print_header(Table(output), False)
 
 
@@ -210,9 +209,7 @@ def prune(
             "more, or --max-bytes"
         )
     check_output(output)
-    opened = Table(path)
-    provenance = _stamp() | {"pruned": opened.provenance}
-    edit.prune(opened, output, provenance, most, min_count or 1)
+    edit.prune(Table(path), output, _stamp(), most, min_count or 1)
     print_header(Table(output), False)
 
 

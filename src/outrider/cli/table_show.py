@@ -3,7 +3,7 @@
 import json
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from outrider.errors import TableError
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 NUM_SAMPLES, SAMPLE_TOKENS = 8, 12
 KIB, MIB = 1 << 10, 1 << 20
 FIXED_SPACE = "\xa0"  # keeps a pair in one line
+LEFT_OUT = {  # why contexts are not in a table
+    "full_buckets": "whose bucket was full",
+    "max_bytes": "of least worth, to keep the size",
+    "min_count": "seen too seldom",
+    "equal_hashes": "that a shorter hash does not tell apart",
+}
 KEY_LEGEND = (
     "answers: places where this was the longest key that the table has, and a draft came of it · "
     "first token right: of these, where the first token of the draft is the next one · accepted: "
@@ -40,6 +46,16 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
 
+def left_out(counts: Mapping[str, int]) -> str:
+    """What a table lost when it was made, as a further line, or nothing."""
+    parts = [
+        f"{many(count, 'context')} {LEFT_OUT.get(reason, reason)}"
+        for reason, count in counts.items()
+        if count
+    ]
+    return f"\nleft out: {', '.join(parts)}" if parts else ""
+
+
 def print_header(opened: "Table", verified: bool) -> None:
     """What a table is and where it is from."""
     from outrider.cli.console import output
@@ -51,7 +67,8 @@ def print_header(opened: "Table", verified: bool) -> None:
         f"{named(opened.path)}: {size(opened.num_bytes)}, "
         f"{many(header['num_contexts'], 'context')}, "
         f"{many(header['num_slots'], 'continuation')}"
-        + (", checked from end to end" if verified else ""),
+        + (", checked from end to end" if verified else "")
+        + left_out(header.get("left_out", {})),
         soft_wrap=True,
     )
     hot, cold = (size(region.num_buckets * BUCKET_BYTES) for region in layout.regions)
