@@ -20,7 +20,7 @@ from outrider.bench import plots, run
 from outrider.bench.plots import can_plot, svg, why_no_plots
 from outrider.bench.provenance import provenance, write_whole
 from outrider.bench.report import as_html, json_text
-from outrider.bench.sections import Section, Table, sections
+from outrider.bench.sections import Section, Table, plain_text, sections
 from outrider.bench.speed_only import random_prompts
 from outrider.bench.study import Settings, Study, bench_model
 from outrider.bench.terminal import show, show_table
@@ -384,6 +384,10 @@ def test_a_matplotlib_that_is_broken_is_told_before(monkeypatch: pytest.MonkeyPa
     assert why_no_plots.__wrapped__() == (
         "matplotlib cannot be imported (RuntimeError: wrong numpy)"
     )
+
+
+def test_markdown_shows_names_as_they_are() -> None:
+    assert plain_text(Table([""], [["a|b <i>"]]))[-1] == r"| a\|b \<i> |"
 
 
 def shown(width: int, print_on: Callable[[Console], None]) -> str:

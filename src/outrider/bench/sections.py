@@ -1,6 +1,7 @@
 """What a report says, as sections of words and tables, before it becomes HTML or Markdown."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -354,6 +355,6 @@ def plain_text(table: Table) -> Sequence[str]:
     header = table.header or [""] * len(table.rows[0])
     marks = ["---", *["---:"] * (len(header) - 1)] if table.header else ["---"] * len(header)
     return [
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        "| " + " | ".join(re.sub(r"[|<]", r"\\\g<0>", cell) for cell in row) + " |"
         for row in (header, marks, *table.rows)
     ]
