@@ -103,6 +103,8 @@ def inspect(
 
     if json_output and after:
         raise TableError("--json gives the header and --after shows drafts: give one of them")
+    if not all(after or ()):
+        raise TableError("--after must be a text of one token or more, got ''")
     opened = Table(path)
     if verify:
         opened.verify()

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from outrider.errors import TableError
-
 if TYPE_CHECKING:
     from outrider.tables.coverage import Coverage
     from outrider.tables.format import Table
@@ -102,8 +100,6 @@ def print_samples(opened: "Table", tokenizer: "Tokenizer", after: Sequence[str])
     from outrider.tables.samples import continuation, frequent_starts
 
     starts = [tokenizer.encode(text, add_special_tokens=False) for text in after]
-    if not all(starts):
-        raise TableError("--after must be a text of one token or more, got ''")
     starts = starts or [[token] for token in frequent_starts(opened, NUM_SAMPLES)]
     if not starts:
         output().print("it has no keys of one token to show drafts of: give --after TEXT")
