@@ -182,6 +182,14 @@ def test_provenance_must_be_json(full: Table, tmp_path: Path, provenance: Any) -
             builder.finish(tmp_path / "t.table", provenance)
 
 
+@pytest.mark.parametrize("most", ["15M", 1.5, True, 0, -1])
+def test_a_maximum_must_be_a_number_of_bytes(full: Table, tmp_path: Path, most: Any) -> None:
+    with pytest.raises(TableError, match="max_bytes must be an integer"):
+        prune(full, tmp_path / "t.table", {}, max_bytes=most)
+    with pytest.raises(TableError, match="max_bytes must be an integer"):
+        write_table(tmp_path / "t.table", texts(2), max_bytes=most)
+
+
 # ---- where a table is from
 
 

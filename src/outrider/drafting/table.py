@@ -48,7 +48,8 @@ class TableSource(DraftSource):
         num_speculative_tokens: most tokens of a draft.
         branches: continuations of one context in a draft; more than one make it a tree.
         min_survival: a draft holds no token that is accepted less often than this.
-        hot_bytes: memory for a copy of the entries used most; the others are read from the file.
+        hot_bytes: memory locked for the entries used most; of a large table the others are read
+            from the file.
 
     Raises:
         TableError: the file is no table, or damaged.

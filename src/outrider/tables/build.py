@@ -189,6 +189,7 @@ class TableBuilder:
         check_provenance(provenance)
         if not self.num_tokens:
             raise TableError("the corpus holds no tokens: nothing to build a table from")
+        Sizing(max_bytes)
         self._is_finished = True
         store = self._entries(progress)
         progress("placing", 0.0)

@@ -52,7 +52,7 @@ def merge(
         TableError: they were made for different tokenizers, one is damaged, nothing is left, or
             the file cannot be written.
     """
-    _check_edit((first, second), path, provenance)
+    _check_edit((first, second), path, provenance, max_bytes)
     bits = min(table.contents.layout.hash_bits for table in (first, second))
     ours, theirs = (entries_of(table.contents, bits) for table in (first, second))
     num_known = sum(table.header["num_contexts"] for table in (first, second))
@@ -91,7 +91,7 @@ def prune(
     Raises:
         TableError: it is damaged, nothing is left, or the file cannot be written.
     """
-    _check_edit((table,), path, provenance)
+    _check_edit((table,), path, provenance, max_bytes)
     min_count = integer("min_count", min_count, 1, INT32_MAX, TableError)
     header, layout = table.header, table.contents.layout
     edit = _Edit(header["tokenizer"], header["corpus"], _with_inputs(provenance, table))
@@ -139,10 +139,16 @@ def _with_inputs(provenance: Mapping[str, Any], *tables: Table) -> dict[str, Any
     return {**own, "inputs": [input_of(table) for table in tables]}
 
 
-def _check_edit(tables: Sequence[Table], path: str | Path, provenance: Mapping[str, Any]) -> None:
+def _check_edit(
+    tables: Sequence[Table],
+    path: str | Path,
+    provenance: Mapping[str, Any],
+    max_bytes: int | None,
+) -> None:
     """What can be told before the work: tables of one vocabulary, undamaged, a place to write."""
     check_output(path)
     check_provenance(provenance)
+    Sizing(max_bytes)
     first, *others = tables
     for other in others:
         if first.fingerprint != other.fingerprint:

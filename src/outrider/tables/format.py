@@ -1,4 +1,4 @@
-"""The table file: a header that says everything, a filter read into memory, buckets left mapped.
+"""The table file: a header that says everything, a filter, and buckets.
 
     bytes 0-31   magic, version, length of the header, size of the file, checksum of the header
     header       JSON, padded with spaces to FILTER_ALIGNMENT
@@ -6,7 +6,8 @@
     buckets      of the contexts used most, then of the others
 
 All numbers are little-endian. The contexts used most come first, so that the hot tier is the
-start of the buckets, whatever its budget. Opening checks header, sizes and filter; `verify` also
+start of the buckets, whatever its budget. Buckets are read into memory, or mapped where they are
+many. Opening checks header, sizes and filter; `verify` also
 reads the buckets.
 """
 

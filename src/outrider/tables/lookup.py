@@ -89,7 +89,8 @@ class TableLookup:
         width: longest draft.
         branches: continuations of one context that a draft may hold.
         min_survival: a draft holds no token that is accepted less often than this.
-        hot_bytes: memory for a copy of the buckets used most, locked where the system lets it.
+        hot_bytes: memory for the buckets used most, locked where the system lets it; a copy of
+            them where they are mapped.
     """
 
     def __init__(

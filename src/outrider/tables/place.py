@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from outrider.checks import integer
 from outrider.errors import TableError
 from outrider.native import library, pointer
 from outrider.tables.files import Scratch
@@ -136,6 +137,10 @@ class Sizing:
     load: float = LOAD
     origin: tuple[Region, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None:
+            integer("max_bytes", self.max_bytes, 1, error=TableError)
 
 
 @dataclass(frozen=True, slots=True)
