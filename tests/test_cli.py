@@ -363,7 +363,7 @@ def test_json_lines_end_at_newlines_only(tmp_path: Path) -> None:
     [
         r'{"prompt": "\ud800"}',
         r'{"turns": ["a", "\udfff"]}',
-        r'{"messages": [{"role": "system", "content": "\ud800"}]}',
+        r'{"messages": [{"role": "user", "content": "a\ud800"}]}',
     ],
 )
 def test_half_characters_are_refused(tmp_path: Path, line: str) -> None:
