@@ -1,6 +1,6 @@
 """Measure what the README claims about the engine, each row against its rival in one run.
 
-    python bench/engine.py                      all rows, about ten minutes on 2 cores
+    python bench/engine.py                      all rows, about six minutes on 2 cores
     python bench/engine.py --only chat          one row
     python bench/engine.py --prompts FILE ...   JSONL with `category` and `turns`
 
