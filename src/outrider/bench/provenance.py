@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import outrider
 from outrider.errors import ConfigError
+from outrider.writing import new_file, whole_file
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -44,15 +44,9 @@ def write_whole(path: Path, text: str) -> None:
         ConfigError: it cannot be written there.
     """
     try:
-        handle, name = _new_file(path)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-            os.chmod(name, 0o644)  # mkstemp's 0o600 would hide a report from others
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        _make_room(path)
+        with whole_file(path) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
@@ -64,7 +58,8 @@ def check_writable(path: Path) -> None:
         ConfigError: it cannot be written there.
     """
     try:
-        handle, name = _new_file(path)
+        _make_room(path)
+        handle, name = new_file(path)
         os.close(handle)
         os.unlink(name)
         if path.is_dir():
@@ -73,13 +68,12 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _new_file(path: Path) -> tuple[int, str]:
-    """An open file beside `path`, where nobody looks for it."""
+def _make_room(path: Path) -> None:
+    """Make the directory of a file."""
     for parent in path.parents:
         if parent.exists() and not parent.is_dir():
             raise ConfigError(f"cannot write {path}: {parent} is no directory")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
 
 
 def _commit() -> str | None:

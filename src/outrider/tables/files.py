@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider.checks import shown
 from outrider.errors import TableError
+from outrider.writing import new_file, whole_file
 
 MAGIC = b"ORTABLE\n"  # how every table begins
 KINDS = {
@@ -83,7 +84,7 @@ def check_output(path: str | os.PathLike[str]) -> Path:
         parent = target.parent
         if not parent.exists():
             raise TableError(f"cannot write {named(path)}: no directory {named(parent)}")
-        handle, name = tempfile.mkstemp(prefix=_prefix(target), dir=parent)  # it can be done
+        handle, name = new_file(target)  # it can be done
         os.close(handle)
         Path(name).unlink()
     except TableError:  # a ValueError, too
@@ -116,10 +117,6 @@ def _check_replaced(path: Path, target: Path) -> None:
             )
 
 
-def _prefix(target: Path) -> str:
-    return f".{target.name[:40]}."
-
-
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file beside `path` that takes its place when the block ends well, and else goes.
@@ -128,22 +125,11 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         TableError: as `check_output`, or the disk is full.
     """
     target = check_output(path)
-    temporary: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(prefix=_prefix(target), dir=target.parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as file:
+        with whole_file(target) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        os.replace(temporary, target)
-        temporary = None
     except OSError as error:
         raise TableError(f"cannot write {named(path)}: {reason(error)}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 class Scratch:
@@ -193,9 +179,3 @@ class Scratch:
             f"cannot write temporary files{where}: {reason(error)}; name a directory with room "
             "for them with --temporary"
         )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

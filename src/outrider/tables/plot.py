@@ -1,9 +1,7 @@
 """Coverage as a picture: tokens per step and hit rates against the size of a table."""
 
-import contextlib
 import io
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.errors import MissingDependency, TableError
 from outrider.tables.coverage import Coverage, recommended
 from outrider.tables.files import kind_of, named, reason
+from outrider.writing import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,19 +135,8 @@ def _short(names: Sequence[str], most: int = 28) -> dict[str, str]:
 
 def _write(path: Path, content: bytes) -> None:
     """All of the file or nothing."""
-    temporary: Path | None = None
     try:
-        target = Path(os.path.realpath(path))
-        handle, name = tempfile.mkstemp(prefix=".outrider-plot.", dir=target.parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as file:
+        with whole_file(Path(os.path.realpath(path))) as file:
             file.write(content)
-        temporary.chmod(0o644)
-        os.replace(temporary, target)
-        temporary = None
     except OSError as error:
         raise TableError(f"cannot write the plot {named(path)}: {reason(error)}") from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()

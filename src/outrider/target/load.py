@@ -276,7 +276,7 @@ def _from_pretrained(loaded: LoadedModel) -> "PreTrainedModel":
 
     assert loaded.directory is not None
     try:
-        with _no_bars():
+        with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=loaded.dtype)
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot load {loaded.name}: {error}") from error
@@ -284,7 +284,7 @@ def _from_pretrained(loaded: LoadedModel) -> "PreTrainedModel":
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Keep the progress bars of transformers off the screen for a moment."""
     from transformers.utils import logging
 

@@ -3,8 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from outrider.bench.peers.group import run_in_group
@@ -13,7 +12,7 @@ from outrider.bench.peers.spec import Peer
 from outrider.cache import cache_dir
 from outrider.errors import ConfigError
 from outrider.target.find import find_model
-from outrider.target.load import LoadedModel, load_model
+from outrider.target.load import LoadedModel, load_model, no_progress_bars
 
 
 def model_directory(model: str | None) -> Path:
@@ -93,24 +92,10 @@ def _made_once(
 def _write_directory(loaded: LoadedModel, directory: Path) -> None:
     module = loaded.hf_model()
     module.generation_config.eos_token_id = list(loaded.eos_token_ids) or None
-    with _no_bars():
+    with no_progress_bars():
         module.save_pretrained(directory)
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(directory)
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keep the progress bars of transformers off stderr, where our own lines are."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _write_gguf(source: Path, directory: Path) -> None:
