@@ -76,11 +76,6 @@ def first_token_seconds(metrics: RequestMetrics) -> float | None:
     return metrics.first_token_time - metrics.arrival_time
 
 
-def tokens_per_forward(metrics: SpeculativeMetrics | None) -> float:
-    """Tokens emitted per decode forward; one without speculation."""
-    return metrics.tokens_per_target_step if metrics is not None else 1.0
-
-
 def as_json(output: RequestOutput) -> dict[str, Any]:
     """The answer as plain JSON values."""
     metrics = output.metrics
