@@ -7,7 +7,9 @@
     │   ├── PromptError           empty prompt, prompt beyond the context, ids out of range
     │   ├── SamplingError         a sampling parameter out of its range
     │   ├── TableError            a draft table, or the corpus for one, that cannot be used
+    │   ├── DataError             training data, features or a checkpoint that cannot be used
     │   └── ConfigError           unknown key or value in a configuration
+    ├── TrainingError             a run that cannot go on, or is resumed with another recipe
     ├── SourceError               a draft source raised, or answered what is no draft
     ├── MissingDependency         an optional package is not installed
     └── KVFull                    no free KV page; the scheduler answers it by preemption
@@ -45,8 +47,16 @@ class TableError(UserError):
     """A draft table is missing, foreign or damaged, or cannot be built or written."""
 
 
+class DataError(UserError):
+    """Training data, features or a checkpoint are missing, foreign or damaged."""
+
+
 class ConfigError(UserError):
     """A configuration holds an unknown key or an impossible value."""
+
+
+class TrainingError(OutriderError):
+    """A training run cannot go on; the message names the step and its texts."""
 
 
 class SourceError(OutriderError):

@@ -135,7 +135,7 @@ class Span:
     rows: slice  # its rows among T
     context_len: int
     positions: torch.Tensor  # [n]
-    ancestors: torch.Tensor | None  # bool [n, n], itself included; None: a chain
+    seen_rows: torch.Tensor | None  # bool [n, n], new rows each row sees; None: a chain
     runs: list[tuple[int, int]]  # (first slot, length) of logical slots 0 .. context_len + n
     first_position: int  # smallest position of the new rows
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)  # by window
@@ -146,7 +146,7 @@ class Span:
 
     @property
     def is_whole_prompt(self) -> bool:
-        return self.ancestors is None and self.context_len == 0
+        return self.seen_rows is None and self.context_len == 0
 
     def first_key(self, window: int | None) -> int:
         """First logical slot that any row can see."""
@@ -174,7 +174,7 @@ class Span:
         n, device, first = self.num_rows, self.positions.device, self.first_key(window)
         if n == 1:
             return None  # one row: its window starts at first_key
-        among_rows = self.ancestors
+        among_rows = self.seen_rows
         if among_rows is None:
             among_rows = torch.ones(n, n, dtype=torch.bool, device=device).tril()
         context = torch.ones(n, self.context_len - first, dtype=torch.bool, device=device)
@@ -214,13 +214,17 @@ class Step:
             slots[start:stop] = table[logical // PAGE_SIZE].astype(np.int64) * PAGE_SIZE
             slots[start:stop] += logical % PAGE_SIZE
             positions = batch.positions[start:stop]
-            parents = batch.parents[start:stop] if batch.is_tree[b] else None
+            among_rows = None
+            if batch.two_way:
+                among_rows = torch.ones(stop - start, stop - start, dtype=torch.bool)
+            elif batch.is_tree[b]:
+                among_rows = ancestors(batch.parents[start:stop])
             self.spans.append(
                 Span(
                     rows=slice(start, stop),
                     context_len=context_len,
                     positions=torch.from_numpy(positions.astype(np.int64)).to(device),
-                    ancestors=None if parents is None else ancestors(parents).to(device),
+                    seen_rows=None if among_rows is None else among_rows.to(device),
                     runs=page_runs(table, context_len + stop - start),
                     first_position=int(positions.min(initial=context_len)),
                 )

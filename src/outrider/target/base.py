@@ -33,6 +33,7 @@ class ForwardBatch:
     logits_rows: np.ndarray  # int32 [R], rows of the batch, ascending
     is_tree: np.ndarray  # bool [B]; False: every row's parent is the row before it
     layer_ids: tuple[int, ...] = field(default=())  # layers whose OUTPUT is wanted; -1 = embedding
+    two_way: bool = False  # new rows see all new rows of their request, not only those before
 
     @property
     def num_rows(self) -> int:

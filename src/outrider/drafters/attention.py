@@ -1,0 +1,113 @@
+"""Attention while training: rows of a text, and short chains that start from anchors in it.
+
+Every drafter here is trained on the same picture. A text is `context` rows; a chain is up to L
+rows that continue it from an anchor and see the context up to a limit of their own, and each
+other. An EAGLE chain grows by one row per step, a P-EAGLE chain is all masks at once and causal,
+a DFlash block sees itself in both directions. Scores of chains and context are one product per
+text; no mask of chains times chains is ever built, and chains go through in bounded portions.
+
+Shape legend: T context rows, A chains, L rows of a chain, M keys of a chain's own, N context rows
+of one text, H heads, G kv heads, D head dim.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+SCORE_ELEMENTS = 1 << 24  # of one portion of chains: 64 MiB in float32
+
+
+@dataclass(slots=True)
+class Chains:
+    """Which chains belong to which text, and how much of it they see."""
+
+    limits: torch.Tensor  # int64 [A], context rows of its own text that a chain sees
+    chain_starts: list[int]  # of each text in A, and A
+    text_starts: list[int]  # of each text in T, and T
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, text_starts: list[int]
+) -> torch.Tensor:
+    """Rows of packed texts, each seeing its own text up to itself: [T, H, D] -> [T, H * D]."""
+    outputs = []
+    for start, end in itertools.pairwise(text_starts):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        outputs.append(found[0].transpose(0, 1).flatten(1))
+    return torch.cat(outputs)
+
+
+def chain_attention(
+    query: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chains: Chains,
+    own_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Chains see the context up to their limit, and their own keys.
+
+    Args:
+        query: [A, L, H, D].
+        own_keys: [A, M, G, D], and values alike.
+        keys: [T, G, D] of the context, and values alike.
+        own_mask: bool, True where a row sees an own key: [L, M] or [A, L, M]; None: all.
+
+    Returns:
+        [A, L, H * D].
+    """
+    outputs = []
+    for text, (first, end) in enumerate(
+        zip(chains.chain_starts, chains.chain_starts[1:], strict=False)
+    ):
+        context = slice(chains.text_starts[text], chains.text_starts[text + 1])
+        width = query.shape[1] * query.shape[2] * (context.stop - context.start + own_keys.shape[1])
+        portion = max(1, SCORE_ELEMENTS // max(1, width))
+        for at in range(first, end, portion):
+            rows = slice(at, min(at + portion, end))
+            mask = own_mask[rows] if own_mask is not None and own_mask.dim() == 3 else own_mask
+            parts = (query[rows], own_keys[rows], own_values[rows])
+            parts += (keys[context], values[context], chains.limits[rows], mask)
+            if end - first > portion and torch.is_grad_enabled():
+                found = checkpoint(_portion, *parts, use_reentrant=False)
+            else:
+                found = _portion(*parts)
+            outputs.append(found)
+    if not outputs:
+        return query.flatten(2)
+    return torch.cat(outputs)  # pyright: ignore
+
+
+def _portion(
+    query: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    limits: torch.Tensor,
+    own_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Chains of one text; see `chain_attention`."""
+    chains, length, heads, dim = query.shape
+    groups, context = keys.shape[1], keys.shape[0]
+    share = heads // groups
+    by_group = query.unflatten(2, (groups, share))  # [A, L, G, S, D]
+    flat = by_group.permute(2, 0, 1, 3, 4).flatten(1, 3)  # [G, A * L * S, D]
+    far = (flat @ keys.permute(1, 2, 0)).view(groups, chains, length * share, context)
+    hidden = torch.arange(context, device=limits.device) >= limits[:, None]  # [A, N]
+    far = far.float().masked_fill(hidden[None, :, None], -torch.inf)
+    paired = by_group.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [G, A, L * S, D]
+    near = (paired @ own_keys.permute(2, 0, 3, 1)).float()  # [G, A, L * S, M]
+    if own_mask is not None:
+        visible = own_mask.expand(chains, length, -1).repeat_interleave(share, dim=1)
+        near = near.masked_fill(~visible[None], -torch.inf)
+    weights = torch.softmax(torch.cat([far, near], dim=-1) * dim**-0.5, dim=-1).to(query.dtype)
+    far, near = weights[..., :context], weights[..., context:]
+    found = (far.flatten(1, 2) @ values.transpose(0, 1)).view_as(paired)
+    found = found + near @ own_values.permute(2, 0, 1, 3)
+    return found.unflatten(2, (length, share)).permute(1, 2, 0, 3, 4).flatten(2)

@@ -1,0 +1,109 @@
+"""What all drafters share: the target's embedding and head, and how they are trained.
+
+Shape legend: T tokens of packed texts, A anchors, L depths, R guesses, H hidden, F feature width,
+V vocabulary of the target, U vocabulary of the drafter.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from outrider.drafters.attention import Chains
+from outrider.drafters.blocks import RMSNorm, Rotary
+from outrider.drafters.config import DrafterConfig
+
+
+@dataclass(slots=True)
+class Texts:
+    """Packed texts and what the target computed on them."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    starts: list[int]  # of each text, and T
+    features: torch.Tensor  # [T, F]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Place of every token in its own text, int64 [T]."""
+        lengths = torch.tensor(self.starts).diff()
+        first = torch.tensor(self.starts[:-1]).repeat_interleave(lengths)
+        return torch.arange(self.starts[-1]) - first
+
+    def chains(self, anchors: torch.Tensor) -> Chains:
+        """Chains from ascending anchors [A] that see what lies before them."""
+        starts = torch.tensor(self.starts)
+        text = torch.searchsorted(starts, anchors, right=True) - 1
+        bounds = torch.searchsorted(anchors, starts)
+        return Chains(anchors - starts[text], bounds.tolist(), self.starts)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """Distributions over the next tokens of anchors; row (a, d) guesses token a + 1 + d."""
+
+    anchors: torch.Tensor  # int64 [R]
+    depths: torch.Tensor  # int64 [R]
+    logits: torch.Tensor  # [R, U]
+    confidence: torch.Tensor | None = None  # [R], logit of being accepted
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Index of the guessed token, int64 [R]."""
+        return self.anchors + 1 + self.depths
+
+
+class Drafter(nn.Module):
+    """Base of all drafters: layers of its own between the target's embedding and head.
+
+    The embedding and the head are the target's, frozen and never stored; `attach` sets them.
+    """
+
+    embedding: torch.Tensor  # [V, H]
+    head: torch.Tensor  # [U, H], the target's rows of the tokens it can name
+    d2t: torch.Tensor  # int64 [U], the target's id of each of its tokens
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.register_buffer("d2t", torch.arange(config.draft_vocab_size))
+        self.register_buffer("embedding", torch.empty(0), persistent=False)
+        self.register_buffer("head", torch.empty(0), persistent=False)
+
+    def attach(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        """Take the target's embedding [V, H] and head [V, H]."""
+        self.embedding = embedding
+        self.head = head[self.d2t]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.embedding)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the drafter's own vocabulary: [..., H] -> [..., U]."""
+        return F.linear(self.norm(hidden), self.head)
+
+    def guess(self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor) -> Guesses:
+        """Guess what follows each anchor, as when drafting, with the text as its own drafts.
+
+        Args:
+            texts: packed texts with features.
+            anchors: int64 [A], ascending; the last token known. At least one token precedes it.
+            lengths: int64 [A], tokens to guess at each, from 1 on.
+        """
+        raise NotImplementedError
+
+
+def grid(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Chains of these lengths, row after row.
+
+    Returns:
+        chain [R] and depth [R] of each row, and rows [A, L] where -1 is no row.
+    """
+    chain = torch.arange(len(lengths)).repeat_interleave(lengths)
+    ends = lengths.cumsum(0)
+    depth = torch.arange(len(chain)) - (ends - lengths)[chain]
+    rows = torch.full((len(lengths), int(lengths.max())), -1)
+    rows[chain, depth] = torch.arange(len(chain))
+    return chain, depth, rows

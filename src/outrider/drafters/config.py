@@ -1,0 +1,104 @@
+"""What a drafter is: the one configuration all algorithms, file formats and kernels share."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from outrider.checks import shown
+from outrider.errors import ConfigError
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """Shape of one drafter. Layer ids are 0-based and name the layer whose OUTPUT is read.
+
+    Raises:
+        ConfigError: fields that do not fit together; the message names them.
+    """
+
+    algorithm: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int  # of the target
+    draft_vocab_size: int  # tokens the drafter can name; equal to vocab_size: all
+    num_draft_tokens: int  # most tokens per draft that it was trained for
+    target_hidden_size: int
+    target_num_layers: int
+    target_layer_ids: tuple[int, ...] = ()  # -1 = embedding
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    max_position: int = 8192
+    qk_norm: bool = False  # RMSNorm on every query and key head, as in Qwen3
+    mask_token_id: int | None = None
+    norm_before_residual: bool = False  # eagle3: the residual starts from the normed features
+    norm_before_fc: bool = False  # eagle3: features are normed before they are fused
+    num_modules: int = 1  # mtp: modules in sequence; 1 is used again and again
+    markov_rank: int = 0  # dspark; 0: no sequential head
+    markov_head: str = "vanilla"
+    confidence_head: bool = False
+    confidence_sees_token: bool = True  # the head also reads the embedding of the token before
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{field.name} must be a whole number, got {shown(value)}")
+        if self.num_heads % max(1, self.num_kv_heads):
+            raise ConfigError(
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"draft_vocab_size {self.draft_vocab_size} is larger than the target's "
+                f"vocabulary of {self.vocab_size}"
+            )
+        wrong = [i for i in self.target_layer_ids if not -1 <= i < self.target_num_layers]
+        if wrong:
+            raise ConfigError(
+                f"target_layer_ids must be from -1 to {self.target_num_layers - 1}, got {wrong}"
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError(
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
+            )
+        if self.markov_head not in MARKOV_HEADS:
+            raise ConfigError(
+                f"markov_head must be one of {list(MARKOV_HEADS)}, got {shown(self.markov_head)}"
+            )
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target features of one token."""
+        return len(self.target_layer_ids) * self.target_hidden_size
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "DrafterConfig":
+        """The reverse of `as_json`.
+
+        Raises:
+            ConfigError: an unknown or a missing field.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ConfigError(f"unknown fields of a drafter {unknown}, known are {sorted(known)}")
+        try:
+            return cls(**{**data, "target_layer_ids": tuple(data.get("target_layer_ids", ()))})
+        except TypeError as error:
+            raise ConfigError(f"the configuration of a drafter is incomplete: {error}") from None

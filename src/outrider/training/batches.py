@@ -1,0 +1,159 @@
+"""From shards to what one step trains on.
+
+All of it follows from (seed, step), so that a resume needs no state.
+
+Shape legend: T tokens of a pack, A anchors.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.drafters.base import Texts
+from outrider.training.dataset import Data
+from outrider.training.features import Features, FeatureShards
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One text: where it lies."""
+
+    shard: int
+    index: int
+    start: int
+    end: int
+    prompt_length: int
+    is_greedy: bool
+    category: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class Pack:
+    """Texts of one forward of the drafter, with the anchors that are trained."""
+
+    places: list[Place]
+    texts: Texts
+    features: Features
+    anchors: torch.Tensor  # int64 [A], ascending
+    lengths: torch.Tensor  # int64 [A], tokens to guess at each
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorRule:
+    """Which guesses are trained: how many anchors, and how many tokens at each."""
+
+    num_draft_tokens: int
+    anchors_per_pack: int
+    keep_ratio: float = 1.0  # share of the anchors of one depth that the next depth keeps …
+    keep_min: float = 0.0  # … but never fewer than this share of all
+
+    def lengths(self, count: int, random: np.random.Generator) -> np.ndarray:
+        """Depths at each of `count` anchors, int64."""
+        lengths = np.ones(count, np.int64)
+        order = random.permutation(count)
+        for depth in range(1, self.num_draft_tokens):
+            share = max(self.keep_ratio**depth, self.keep_min)
+            lengths[order[: round(share * count)]] += 1
+        return lengths
+
+
+def places_of(data: Data, max_length: int, num_shards: int | None = None) -> list[Place]:
+    """Every text of the first shards with two tokens to guess, cut to `max_length`."""
+    places = []
+    for number, shard in enumerate(data.shards[:num_shards]):
+        bounds = zip(shard.starts[:-1].tolist(), shard.starts[1:].tolist(), strict=True)
+        prompts, temperatures = shard.prompt_lengths.tolist(), shard.temperatures.tolist()
+        categories = shard.categories.tolist()
+        for index, (start, end) in enumerate(bounds):
+            end = min(end, start + max_length)
+            if end - start - prompts[index] >= 2:
+                parts = (prompts[index], temperatures[index] == 0, categories[index])
+                places.append(Place(number, index, start, end, *parts))
+    return places
+
+
+def pack_places(places: list[Place], tokens: int, seed: int, epoch: int) -> list[list[Place]]:
+    """Texts in the order of one epoch, in packs of at most `tokens` (a longer text is alone)."""
+    order = np.random.default_rng((seed, epoch)).permutation(len(places))
+    packs: list[list[Place]] = []
+    room = 0
+    for i in order:
+        place = places[i]
+        if not packs or len(place) > room:
+            packs.append([])
+            room = tokens
+        packs[-1].append(place)
+        room -= len(place)
+    return packs
+
+
+def load_pack(
+    places: list[Place],
+    data: Data,
+    shards: FeatureShards,
+    rule: AnchorRule,
+    random: np.random.Generator,
+) -> Pack:
+    """Read one pack and draw its anchors."""
+    ids, parts, starts, eligible = [], [], [0], []
+    for place in places:
+        at = starts[-1]
+        ids.append(data.shards[place.shard].token_ids[place.start : place.end])
+        parts.append(shards.read(place.shard, place.start, place.end))
+        starts.append(at + len(place))
+        # A draft starts behind a token of the answer, and at least one token follows it.
+        eligible.append(np.arange(at + max(1, place.prompt_length), starts[-1] - 1))
+    features = Features(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in Features.__slots__)
+    )
+    texts = Texts(torch.from_numpy(np.concatenate(ids)).long(), starts, features.layers)
+    anchors = np.concatenate(eligible)
+    if len(anchors) > rule.anchors_per_pack:
+        anchors = np.sort(random.choice(anchors, rule.anchors_per_pack, replace=False))
+    ends = np.array(starts)[np.searchsorted(starts, anchors, side="right")]
+    lengths = np.minimum(rule.lengths(len(anchors), random), ends - 1 - anchors)
+    return Pack(places, texts, features, torch.from_numpy(anchors), torch.from_numpy(lengths))
+
+
+class Batches:
+    """The packs of every step, for one process of `world`."""
+
+    def __init__(
+        self,
+        data: Data,
+        shards: FeatureShards,
+        places: list[Place],
+        rule: AnchorRule,
+        tokens_per_pack: int,
+        packs_per_step: int,
+        seed: int,
+    ) -> None:
+        self._data, self._shards, self._places, self._rule = data, shards, places, rule
+        self._tokens_per_pack, self._packs_per_step, self._seed = (
+            tokens_per_pack,
+            packs_per_step,
+            seed,
+        )
+        self._epochs: dict[int, list[list[Place]]] = {}
+        self.steps_per_epoch = max(1, len(self._epoch(0)) // packs_per_step)
+
+    def _epoch(self, epoch: int) -> list[list[Place]]:
+        if epoch not in self._epochs:
+            packs = pack_places(self._places, self._tokens_per_pack, self._seed, epoch)
+            self._epochs = {epoch: packs}
+        return self._epochs[epoch]
+
+    def step(self, step: int, rank: int = 0, world: int = 1) -> Iterator[Pack]:
+        """This process's packs of a step; those of all processes are the same for any `world`."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        packs = self._epoch(epoch)
+        first = within * self._packs_per_step
+        for number in range(first + rank, first + self._packs_per_step, world):
+            random = np.random.default_rng((self._seed, epoch, number))
+            places = packs[number % len(packs)]
+            yield load_pack(places, self._data, self._shards, self._rule, random)

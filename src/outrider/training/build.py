@@ -1,0 +1,128 @@
+"""A fresh drafter for a target: shape from the recipe, a vocabulary from the data, a good start."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.drafters import Drafter, DrafterConfig, make_drafter
+from outrider.errors import ConfigError
+from outrider.training.dataset import Data
+from outrider.training.recipe import Recipe
+
+
+def build_drafter(
+    recipe: Recipe,
+    data: Data,
+    target_config: Any,
+    weights: Mapping[str, torch.Tensor],
+    mask_token_id: int | None,
+) -> Drafter:
+    """A drafter with its first parameters, attached to the target's embedding and head.
+
+    Args:
+        target_config: the target's Hugging Face configuration.
+        weights: the target's tensors by Hugging Face name.
+    """
+    shape = recipe.drafter
+    vocab_size = target_config.vocab_size
+    config = DrafterConfig(
+        algorithm=shape.algorithm,
+        hidden_size=target_config.hidden_size,
+        intermediate_size=target_config.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=target_config.num_attention_heads,
+        num_kv_heads=target_config.num_key_value_heads,
+        head_dim=getattr(target_config, "head_dim", None)
+        or target_config.hidden_size // target_config.num_attention_heads,
+        vocab_size=vocab_size,
+        draft_vocab_size=min(shape.draft_vocab_size, vocab_size),
+        num_draft_tokens=shape.num_draft_tokens,
+        target_hidden_size=target_config.hidden_size,
+        target_num_layers=target_config.num_hidden_layers,
+        target_layer_ids=shape.target_layer_ids,
+        rope_theta=rope_theta(target_config),
+        norm_epsilon=target_config.rms_norm_eps,
+        max_position=target_config.max_position_embeddings,
+        qk_norm=shape.qk_norm,
+        mask_token_id=mask_token_id,
+        norm_before_residual=shape.norm_before_residual,
+        norm_before_fc=shape.norm_before_fc,
+        num_modules=shape.num_modules,
+        markov_rank=shape.markov_rank,
+        markov_head=shape.markov_head,
+        confidence_head=shape.confidence_head,
+    )
+    torch.manual_seed(recipe.seed)
+    drafter = make_drafter(config)
+    _start_small(drafter)
+    _start_from_target(drafter, weights, shape.copy_layers)
+    drafter.d2t = most_frequent(data, config.draft_vocab_size, vocab_size)
+    attach_target(drafter, weights)
+    return drafter
+
+
+def attach_target(drafter: Drafter, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a drafter the target's embedding and head."""
+    embedding = weights["model.embed_tokens.weight"]
+    drafter.attach(embedding.float(), weights.get("lm_head.weight", embedding).float())
+
+
+def rope_theta(config: Any) -> float:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0)
+
+
+def most_frequent(data: Data, count: int, vocab_size: int) -> torch.Tensor:
+    """The ids most frequent in the answers, ascending: int64 [count]."""
+    counts = np.zeros(vocab_size, np.int64)
+    for shard in data.shards:
+        for start, end, prompt in zip(
+            shard.starts[:-1], shard.starts[1:], shard.prompt_lengths, strict=True
+        ):
+            np.add.at(counts, shard.token_ids[start + prompt : end], 1)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
+
+
+def _start_small(drafter: Drafter) -> None:
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() >= 2 and not re.match(r"heads\.", name):
+            torch.nn.init.normal_(parameter, std=0.02)
+        if name == "markov_head.markov_w2.weight":
+            torch.nn.init.zeros_(parameter)
+
+
+def _start_from_target(
+    drafter: Drafter, weights: Mapping[str, torch.Tensor], copy_layers: tuple[int, ...]
+) -> None:
+    """Copy the last norm, and for each of our layers the parameters of one of the target's."""
+    with torch.no_grad():
+        drafter.norm.weight.copy_(weights["model.norm.weight"])
+        if hasattr(drafter, "fc"):  # start with the deepest features as they are
+            fc: torch.Tensor = drafter.fc.weight  # pyright: ignore
+            fc[:, -len(fc) :] += torch.eye(len(fc))
+        if not copy_layers:
+            return
+        layers = drafter.get_submodule("layers")
+        assert isinstance(layers, torch.nn.ModuleList)
+        if len(copy_layers) != len(layers):
+            raise ConfigError(
+                f"copy_layers must name {len(layers)} layers, one per layer of the drafter, "
+                f"got {list(copy_layers)}"
+            )
+        for ours, theirs in zip(layers, copy_layers, strict=True):
+            for name, parameter in ours.named_parameters():
+                given = weights.get(f"model.layers.{theirs}.{name}")
+                if given is None:
+                    continue
+                # A second input in front: the target's matrix reads the features, the embedding
+                # starts with no say.
+                if given.dim() == 2 and parameter.shape[1] == 2 * given.shape[1]:
+                    parameter[:, given.shape[1] :] = given
+                else:
+                    parameter.copy_(given)
+            if hasattr(ours, "hidden_norm"):
+                norm = weights[f"model.layers.{theirs}.input_layernorm.weight"]
+                ours.hidden_norm.weight.copy_(norm)  # pyright: ignore

@@ -1,0 +1,147 @@
+"""Texts to train on, and what the target computed on them, in shards on disk.
+
+A data directory holds ``data.json`` and ``tokens-NNNNN.safetensors`` (ids of all texts in a row,
+where each starts and how long its prompt is). A features directory holds ``features.json`` and one
+``features-NNNNN.safetensors`` per shard of the data: layer outputs, the last state before the head,
+and the log of the sum of exponentials of the target's logits, which give exact probabilities.
+
+Shape legend: N tokens of a shard, D texts of it, F feature width, H hidden.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from outrider.errors import DataError
+from outrider.writing import whole_file
+
+
+@dataclass(slots=True)
+class Sample:
+    """One text: a prompt and the target's answer to it."""
+
+    category: str
+    temperature: float
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+
+
+@dataclass
+class Shard:
+    """Texts of one file."""
+
+    path: Path
+
+    @cached_property
+    def _tensors(self) -> dict[str, np.ndarray]:
+        with safe_open(self.path, "numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [N]"""
+        return self._tensors["token_ids"]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """int64 [D + 1]"""
+        return self._tensors["starts"]
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """int32 [D]"""
+        return self._tensors["prompt_lengths"]
+
+    @property
+    def categories(self) -> np.ndarray:
+        """Index into the data's list of categories, int32 [D]."""
+        return self._tensors["categories"]
+
+    @property
+    def temperatures(self) -> np.ndarray:
+        """float32 [D]"""
+        return self._tensors["temperatures"]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+class Data:
+    """A data directory, read.
+
+    Raises:
+        DataError: it is missing, or no data of ours.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.header = read_header(directory / "data.json", "outrider training data")
+        self.shards = [Shard(path) for path in sorted(directory.glob("tokens-*.safetensors"))]
+        if not self.shards:
+            raise DataError(f"{directory} holds no texts: no tokens-*.safetensors in it")
+
+    @property
+    def categories(self) -> list[str]:
+        return self.header["categories"]
+
+    @property
+    def num_texts(self) -> int:
+        return sum(len(shard) for shard in self.shards)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(shard.token_ids) for shard in self.shards)
+
+
+def read_header(path: Path, kind: str) -> dict[str, Any]:
+    """The JSON header of a directory.
+
+    Raises:
+        DataError: it is missing, or says another kind.
+    """
+    try:
+        header = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DataError(f"{path.parent} is no {kind}: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not isinstance(header, dict) or header.get("kind") != kind:
+        raise DataError(f"{path} is no {kind}")
+    return header
+
+
+def write_header(path: Path, kind: str, content: dict[str, Any]) -> None:
+    with whole_file(path) as file:
+        file.write(json.dumps({"kind": kind, **content}, indent=1).encode() + b"\n")
+
+
+def write_shard(directory: Path, index: int, samples: Sequence[Sample], names: list[str]) -> None:
+    """Samples as one file; `names` are the categories of the data, and may grow."""
+    texts = [[*sample.prompt_token_ids, *sample.token_ids] for sample in samples]
+    for sample in samples:
+        if sample.category not in names:
+            names.append(sample.category)
+    lengths = [len(text) for text in texts]
+    tensors = {
+        "token_ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+        "starts": torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64),
+        "prompt_lengths": torch.tensor([len(s.prompt_token_ids) for s in samples]).int(),
+        "categories": torch.tensor([names.index(s.category) for s in samples]).int(),
+        "temperatures": torch.tensor([s.temperature for s in samples], dtype=torch.float32),
+    }
+    write_tensors(directory / f"tokens-{index:05d}.safetensors", tensors)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A safetensors file that is whole or not there."""
+    partial = path.with_name(f".{path.name}.partial")
+    save_file(tensors, partial)
+    partial.replace(path)

@@ -1,0 +1,177 @@
+"""What the target computes on the texts: layer outputs, last states, and log-sums of its logits.
+
+Shape legend: T tokens, F feature width, H hidden.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch.nn import functional as F
+
+from outrider.errors import DataError
+from outrider.target.base import ForwardBatch, Target
+from outrider.target.kv import pages_for
+from outrider.training.dataset import Data, Shard, read_header, write_header, write_tensors
+
+KIND = "outrider training features"
+ROWS = 256  # of one forward
+
+
+@dataclass(slots=True)
+class Features:
+    """Of some texts in a row."""
+
+    layers: torch.Tensor  # bf16 [T, F], in the order of the layer ids
+    last: torch.Tensor  # bf16 [T, H], normed: times the head it gives the target's logits
+    log_sums: torch.Tensor  # float32 [T], log of the sum of exponentials of those
+    best: torch.Tensor  # int32 [T], the target's most likely next token
+
+
+class FeatureReader:
+    """Runs a target over texts. It owns the target's KV.
+
+    Args:
+        layer_ids: layers whose outputs are wanted; -1 = embedding.
+        final_norm: weight of the norm before the head [H], and its epsilon.
+    """
+
+    def __init__(
+        self, target: Target, layer_ids: tuple[int, ...], final_norm: torch.Tensor, epsilon: float
+    ) -> None:
+        self.target = target
+        self.layer_ids = layer_ids
+        self._norm = final_norm.float()
+        self._epsilon = epsilon
+        self._pages = pages_for(target.max_model_len)
+        target.allocate_kv(self._pages)
+
+    def read(self, token_ids: np.ndarray) -> Features:
+        """Of one text, int32 [T]."""
+        last_layer = self.target.num_layers - 1
+        pages = np.arange(self._pages, dtype=np.int32)
+        parts = []
+        for start in range(0, len(token_ids), ROWS):
+            rows = np.arange(len(token_ids[start : start + ROWS]), dtype=np.int32)
+            batch = ForwardBatch(
+                token_ids=np.ascontiguousarray(token_ids[start : start + ROWS], np.int32),
+                positions=rows + np.int32(start),
+                row_starts=np.array([0, len(rows)], np.int32),
+                context_lens=np.array([start], np.int32),
+                page_tables=[pages],
+                parents=rows - np.int32(1),
+                logits_rows=rows,
+                is_tree=np.zeros(1, np.bool_),
+                layer_ids=(*self.layer_ids, last_layer),
+            )
+            output = self.target.forward(batch)
+            assert output.features is not None
+            states = output.features.float()
+            width = self.target.hidden_size
+            normed = F.rms_norm(states[:, -width:], (width,), self._norm, self._epsilon)
+            parts.append(
+                Features(
+                    states[:, :-width].bfloat16(),
+                    normed.bfloat16(),
+                    output.logits.logsumexp(-1),
+                    output.logits.argmax(-1).int(),
+                )
+            )
+        return _joined(parts)
+
+
+def _joined(parts: list[Features]) -> Features:
+    return Features(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in Features.__slots__)
+    )
+
+
+class FeatureShards:
+    """A features directory beside its data: random access by text.
+
+    Raises:
+        DataError: it is missing, of other data, or lacks a layer that is asked for.
+    """
+
+    def __init__(self, directory: Path, data: Data, layer_ids: tuple[int, ...]) -> None:
+        self.header = read_header(directory / "features.json", KIND)
+        stored = list(self.header["layer_ids"])
+        missing = [layer for layer in layer_ids if layer not in stored]
+        if missing:
+            raise DataError(
+                f"{directory} holds the layers {stored}, and {missing} are asked for as well"
+            )
+        if self.header["data"] != data.header.get("id"):
+            raise DataError(f"{directory} was made from other data than {data.directory}")
+        self._width = self.header["hidden_size"]
+        self._places = [stored.index(layer) for layer in layer_ids]
+        self._all = self._places == list(range(len(stored)))
+        self._files = [
+            safe_open(feature_path(directory, shard), "pt")
+            for shard in data.shards
+            if feature_path(directory, shard).exists()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, shard: int, start: int, end: int) -> Features:
+        """Of the tokens from `start` to `end` of a shard."""
+        file = self._files[shard]
+        layers, last, log_sums, best = (
+            file.get_slice(name)[start:end] for name in ("layers", "last", "log_sums", "best")
+        )
+        if not self._all:
+            parts = layers.unflatten(1, (-1, self._width))
+            layers = parts[:, self._places].flatten(1)
+        return Features(layers, last, log_sums, best)
+
+
+def feature_path(directory: Path, shard: Shard) -> Path:
+    return directory / shard.path.name.replace("tokens-", "features-")
+
+
+def bytes_per_token(num_layers: int, hidden_size: int) -> int:
+    """On disk: layer outputs and the last state in bf16, a log-sum and a token."""
+    return 2 * hidden_size * (num_layers + 1) + 8
+
+
+def write_features(
+    reader: FeatureReader, data: Data, directory: Path, provenance: dict[str, Any]
+) -> Iterator[int]:
+    """Write what is not there yet, shard by shard; yields the tokens done after each text.
+
+    A shard that was written whole before is kept, so that a kill loses one at most.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    header = {
+        "data": data.header.get("id"),
+        "layer_ids": list(reader.layer_ids),
+        "hidden_size": reader.target.hidden_size,
+        "target": reader.target.name,
+        **provenance,
+    }
+    write_header(directory / "features.json", KIND, header)
+    for shard in data.shards:
+        path = feature_path(directory, shard)
+        if path.exists():
+            yield len(shard.token_ids)
+            continue
+        parts = []
+        for start, end in zip(shard.starts[:-1], shard.starts[1:], strict=True):
+            parts.append(reader.read(shard.token_ids[start:end]))
+            yield int(end - start)
+        whole = _joined(parts)
+        write_tensors(
+            path,
+            {
+                "layers": whole.layers,
+                "last": whole.last,
+                "log_sums": whole.log_sums,
+                "best": whole.best,
+            },
+        )

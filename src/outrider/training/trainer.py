@@ -1,0 +1,258 @@
+"""The loop: steps over packs, losses at the anchors, an optimiser, checkpoints that resume exactly.
+
+Runs in one process or in several under torchrun. Gradients are those of sums; sums and weights are
+added over all processes before they are divided, so the number of processes changes no loss.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outrider.drafters import Drafter
+from outrider.errors import TrainingError
+from outrider.training.batches import Batches, Pack
+from outrider.training.losses import LossSums, Wanted, losses
+from outrider.training.optimizers import make_optimizers, share_of_rate
+from outrider.training.recipe import Recipe
+
+ROWS = 2048  # guesses whose logits are worked on at once
+
+
+@dataclass(slots=True)
+class Report:
+    """What a stretch of steps came to; means over its guesses."""
+
+    step: int
+    loss: float
+    terms: dict[str, float]
+    agreement: list[float]  # per depth: the drafter's best token is the target's
+    acceptance: list[float]  # per depth: 1 - total variation
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    num_tokens: int  # context tokens seen, from the start of training
+    num_guesses: int
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one step, in one process; then of all."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)
+    by_depth: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [3, K]
+    tokens: int = 0
+
+
+class Trainer:
+    """Trains one drafter by a recipe.
+
+    Args:
+        batches: what each step sees.
+        directory: of checkpoints and the log; a run that is there is resumed.
+        rank, world: this process among all.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        recipe: Recipe,
+        batches: Batches,
+        directory: Path,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.drafter = drafter
+        self.recipe = recipe
+        self.directory = directory
+        self.step = 0
+        self.num_tokens = 0
+        self._batches, self._rank, self._world = batches, rank, world
+        self._t2d = _token_map(drafter)
+        self._optimizers = make_optimizers(drafter, recipe.training)
+        self._parameters = [p for p in drafter.parameters() if p.requires_grad]
+
+    @property
+    def num_steps(self) -> int:
+        return self.recipe.training.steps
+
+    def run(self, report_every: int = 20) -> Iterator[Report]:
+        """Train to the end; one report per `report_every` steps, of their means.
+
+        Raises:
+            TrainingError: a loss that is no number; the message names the texts of the step.
+        """
+        start, pending = time.perf_counter(), []
+        while self.step < self.num_steps:
+            pending.append(self._one_step())
+            if self.step % report_every == 0 or self.step == self.num_steps:
+                yield self._report(pending, time.perf_counter() - start)
+                start, pending = time.perf_counter(), []
+
+    def _one_step(self) -> tuple[_Sums, float]:
+        self.drafter.train()
+        sums = _Sums(by_depth=torch.zeros(3, self.drafter.config.num_draft_tokens))
+        places = []
+        for pack in self._batches.step(self.step, self._rank, self._world):
+            places += pack.places
+            self._backward(pack, sums)
+        self._add_processes(sums)
+        if not math.isfinite(sums.loss):
+            named = [f"shard {place.shard} text {place.index}" for place in places[:8]]
+            raise TrainingError(
+                f"the loss of step {self.step} is {sums.loss}; its texts are {', '.join(named)}"
+                f"{' …' if len(places) > 8 else ''}"
+            )
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad /= max(sums.weight, 1e-9)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.training.clip)
+        if not math.isfinite(float(norm)):
+            raise TrainingError(f"the gradient of step {self.step} is {float(norm)}")
+        share = share_of_rate(self.step, self.recipe.training)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = share * group["peak"]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.num_tokens += sums.tokens
+        return sums, float(norm)
+
+    def _backward(self, pack: Pack, sums: _Sums) -> None:
+        """Add the gradients of one pack's summed loss."""
+        with autocast(self.recipe.training.precision):
+            guesses = self.drafter.guess(pack.texts, pack.anchors, pack.lengths)
+        slopes = torch.empty_like(guesses.logits)
+        confidence, confidence_slopes = guesses.confidence, None
+        if confidence is not None:
+            confidence_slopes = torch.empty_like(confidence)
+        for start in range(0, len(slopes), ROWS):
+            rows = slice(start, start + ROWS)
+            leaf = guesses.logits[rows].detach().requires_grad_()
+            sure = None if confidence is None else confidence[rows].detach().requires_grad_()
+            depths = guesses.depths[rows]
+            wanted = wanted_at(self.drafter, self._t2d, pack, guesses.places[rows])
+            found = losses(leaf, sure, depths, wanted, self.recipe.loss)
+            found.loss.backward()
+            assert leaf.grad is not None
+            slopes[rows] = leaf.grad
+            if confidence_slopes is not None and sure is not None and sure.grad is not None:
+                confidence_slopes[rows] = sure.grad
+            _add(sums, found, depths)
+        if confidence is None:
+            guesses.logits.backward(slopes)
+        else:
+            torch.autograd.backward([guesses.logits, confidence], [slopes, confidence_slopes])
+        sums.tokens += len(pack.texts.token_ids)
+
+    def _add_processes(self, sums: _Sums) -> None:
+        """Make sums and gradients those of all processes."""
+        if self._world == 1:
+            return
+        names = sorted(sums.terms)
+        numbers = [sums.loss, sums.weight, float(sums.tokens), *(sums.terms[n] for n in names)]
+        flat = torch.cat(
+            [torch.tensor(numbers, dtype=torch.float64), sums.by_depth.flatten().double()]
+        )
+        dist.all_reduce(flat)
+        sums.loss, sums.weight, sums.tokens = float(flat[0]), float(flat[1]), int(flat[2])
+        sums.terms = {name: float(flat[3 + i]) for i, name in enumerate(names)}
+        sums.by_depth = flat[len(numbers) :].view_as(sums.by_depth).float()
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+    def _report(self, pending: list[tuple[_Sums, float]], seconds: float) -> Report:
+        weight = sum(sums.weight for sums, _ in pending)
+        by_depth = torch.stack([sums.by_depth for sums, _ in pending]).sum(0)
+        means = by_depth[:2] / by_depth[2].clamp(min=1)
+        names = pending[0][0].terms
+        return Report(
+            step=self.step,
+            loss=sum(sums.loss for sums, _ in pending) / weight,
+            terms={n: sum(sums.terms[n] for sums, _ in pending) / weight for n in names},
+            agreement=means[0].tolist(),
+            acceptance=means[1].tolist(),
+            gradient_norm=sum(norm for _, norm in pending) / len(pending),
+            learning_rate=self._optimizers[0].param_groups[0]["lr"],
+            seconds=seconds,
+            num_tokens=self.num_tokens,
+            num_guesses=int(by_depth[2].sum()),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything a resume needs."""
+        return {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "recipe": self.recipe.as_json(),
+            "drafter": self.drafter.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`.
+
+        Raises:
+            TrainingError: it is of another recipe.
+        """
+        if state["recipe"] != self.recipe.as_json():
+            raise TrainingError(
+                f"{self.directory} holds a run of another recipe; give another directory, or "
+                f"delete it: {_difference(state['recipe'], self.recipe.as_json())}"
+            )
+        self.drafter.load_state_dict(state["drafter"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.num_tokens = state["step"], state["num_tokens"]
+
+
+def autocast(precision: str) -> Any:
+    """Products in bf16 where the recipe says so."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def wanted_at(drafter: Drafter, t2d: torch.Tensor, pack: Pack, places: torch.Tensor) -> Wanted:
+    """What the target says at the tokens `places` [R]."""
+    before, which = torch.unique(places - 1, return_inverse=True)
+    logits = pack.features.last[before].to(torch.bfloat16) @ drafter.head.bfloat16().T
+    probs = (logits.float() - pack.features.log_sums[before, None]).exp()
+    return Wanted(
+        t2d[pack.texts.token_ids[places]],
+        t2d[pack.features.best[places - 1].long()],
+        probs[which],
+    )
+
+
+def _token_map(drafter: Drafter) -> torch.Tensor:
+    """Place of each target token in the drafter's vocabulary, int64 [V]; -1: not in it."""
+    t2d = torch.full((drafter.config.vocab_size,), -1)
+    t2d[drafter.d2t] = torch.arange(len(drafter.d2t))
+    return t2d
+
+
+def _add(sums: _Sums, found: LossSums, depths: torch.Tensor) -> None:
+    sums.loss += float(found.loss.detach())
+    sums.weight += float(found.weight)
+    for name, value in found.terms.items():
+        sums.terms[name] = sums.terms.get(name, 0.0) + value
+    sums.by_depth[0].index_add_(0, depths, found.agrees.float())
+    sums.by_depth[1].index_add_(0, depths, found.accepted)
+    sums.by_depth[2].index_add_(0, depths, torch.ones(len(depths)))
+
+
+def _difference(old: Any, new: Any, path: str = "") -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [_difference(old.get(k), new.get(k), f"{path}.{k}") for k in {*old, *new}]
+        return "; ".join(sorted(part for part in parts if part))
+    same = old == new or (isinstance(old, list | tuple) and list(old) == list(new))
+    return "" if same else f"{path[1:]} was {old}, is {new}"
