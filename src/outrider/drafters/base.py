@@ -62,6 +62,7 @@ class Drafter(nn.Module):
     embedding: torch.Tensor  # [V, H]
     head: torch.Tensor  # [U, H], the target's rows of the tokens it can name
     d2t: torch.Tensor  # int64 [U], the target's id of each of its tokens
+    temperatures: torch.Tensor  # float32 [K], what divides the logits of confidences, by depth
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -69,6 +70,7 @@ class Drafter(nn.Module):
         self.rotary = Rotary(config.head_dim, config.rope_theta)
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size))
+        self.register_buffer("temperatures", torch.ones(config.num_draft_tokens))
         self.register_buffer("embedding", torch.empty(0), persistent=False)
         self.register_buffer("head", torch.empty(0), persistent=False)
 
