@@ -60,14 +60,17 @@ def build_drafter(
     _start_small(drafter)
     _start_from_target(drafter, weights, shape.copy_layers)
     drafter.d2t = most_frequent(data, config.draft_vocab_size, vocab_size)
-    attach_target(drafter, weights)
+    attach_target(drafter, weights, recipe.training.precision)
     return drafter
 
 
-def attach_target(drafter: Drafter, weights: Mapping[str, torch.Tensor]) -> None:
-    """Give a drafter the target's embedding and head."""
-    embedding = weights["model.embed_tokens.weight"]
-    drafter.attach(embedding.float(), weights.get("lm_head.weight", embedding).float())
+def attach_target(
+    drafter: Drafter, weights: Mapping[str, torch.Tensor], precision: str = "bfloat16"
+) -> None:
+    """Give a drafter the target's embedding and head, in the precision of the products."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    embedding = weights["model.embed_tokens.weight"].to(dtype)
+    drafter.attach(embedding, weights.get("lm_head.weight", embedding).to(dtype))
 
 
 def rope_theta(config: Any) -> float:

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from outrider.drafters import Drafter
 from outrider.errors import TrainingError
 from outrider.training.batches import Batches, Pack
-from outrider.training.losses import LossSums, Wanted, losses
+from outrider.training.losses import Losses, LossWeights, Wanted, losses
 from outrider.training.optimizers import make_optimizers, share_of_rate
 from outrider.training.recipe import Recipe
-
-ROWS = 2048  # guesses whose logits are worked on at once
 
 
 @dataclass(slots=True)
@@ -128,29 +127,22 @@ class Trainer:
 
     def _backward(self, pack: Pack, sums: _Sums) -> None:
         """Add the gradients of one pack's summed loss."""
+        weights = self.recipe.loss
         with autocast(self.recipe.training.precision):
             guesses = self.drafter.guess(pack.texts, pack.anchors, pack.lengths)
-        slopes = torch.empty_like(guesses.logits)
-        confidence, confidence_slopes = guesses.confidence, None
-        if confidence is not None:
-            confidence_slopes = torch.empty_like(confidence)
-        for start in range(0, len(slopes), ROWS):
-            rows = slice(start, start + ROWS)
-            leaf = guesses.logits[rows].detach().requires_grad_()
-            sure = None if confidence is None else confidence[rows].detach().requires_grad_()
-            depths = guesses.depths[rows]
-            wanted = wanted_at(self.drafter, self._t2d, pack, guesses.places[rows])
-            found = losses(leaf, sure, depths, wanted, self.recipe.loss)
-            found.loss.backward()
-            assert leaf.grad is not None
-            slopes[rows] = leaf.grad
-            if confidence_slopes is not None and sure is not None and sure.grad is not None:
-                confidence_slopes[rows] = sure.grad
-            _add(sums, found, depths)
-        if confidence is None:
-            guesses.logits.backward(slopes)
-        else:
-            torch.autograd.backward([guesses.logits, confidence], [slopes, confidence_slopes])
+        shares = weights.shares(guesses.depths)
+        wanted = wanted_at(self.drafter, self._t2d, pack, guesses.places)
+        found = losses(guesses.logits.detach(), wanted, weights, shares)
+        ends, slopes = [guesses.logits], [found.slopes]
+        if guesses.confidence is not None:
+            sure = F.binary_cross_entropy_with_logits(
+                guesses.confidence.float(), found.acceptance.clamp(0, 1), reduction="none"
+            )
+            found.terms["confidence"] = sure.detach()
+            ends.append((shares * weights.confidence * sure).sum())
+            slopes.append(torch.ones(()))
+        torch.autograd.backward(ends, slopes)
+        _add(sums, found, shares, guesses.depths, weights)
         sums.tokens += len(pack.texts.token_ids)
 
     def _add_processes(self, sums: _Sums) -> None:
@@ -224,12 +216,12 @@ def autocast(precision: str) -> Any:
 def wanted_at(drafter: Drafter, t2d: torch.Tensor, pack: Pack, places: torch.Tensor) -> Wanted:
     """What the target says at the tokens `places` [R]."""
     before, which = torch.unique(places - 1, return_inverse=True)
-    logits = pack.features.last[before].to(torch.bfloat16) @ drafter.head.bfloat16().T
-    probs = (logits.float() - pack.features.log_sums[before, None]).exp()
     return Wanted(
-        t2d[pack.texts.token_ids[places]],
-        t2d[pack.features.best[places - 1].long()],
-        probs[which],
+        logits=pack.features.last[before].to(drafter.head.dtype) @ drafter.head.T,
+        log_sums=pack.features.log_sums[before],
+        places=which,
+        labels=t2d[pack.texts.token_ids[places]],
+        best=t2d[pack.features.best[places - 1].long()],
     )
 
 
@@ -240,13 +232,16 @@ def _token_map(drafter: Drafter) -> torch.Tensor:
     return t2d
 
 
-def _add(sums: _Sums, found: LossSums, depths: torch.Tensor) -> None:
-    sums.loss += float(found.loss.detach())
-    sums.weight += float(found.weight)
-    for name, value in found.terms.items():
+def _add(
+    sums: _Sums, found: Losses, shares: torch.Tensor, depths: torch.Tensor, weights: LossWeights
+) -> None:
+    for name, term in found.terms.items():
+        value = float((shares * term).sum())
         sums.terms[name] = sums.terms.get(name, 0.0) + value
+        sums.loss += getattr(weights, name) * value
+    sums.weight += float(shares.sum())
     sums.by_depth[0].index_add_(0, depths, found.agrees.float())
-    sums.by_depth[1].index_add_(0, depths, found.accepted)
+    sums.by_depth[1].index_add_(0, depths, found.acceptance)
     sums.by_depth[2].index_add_(0, depths, torch.ones(len(depths)))
 
 
