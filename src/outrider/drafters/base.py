@@ -56,11 +56,14 @@ class Guesses:
 class Drafter(nn.Module):
     """Base of all drafters: layers of its own between the target's embedding and head.
 
-    The embedding and the head are the target's, frozen and never stored; `attach` sets them.
+    The embedding and the head are the target's, frozen and never stored; `attach` sets them. A
+    drafter that came with others keeps its own.
     """
 
     embedding: torch.Tensor  # [V, H]
     head: torch.Tensor  # [U, H], the target's rows of the tokens it can name
+    own_embedding: torch.Tensor | None  # [V, H], stored, where it is not the target's
+    own_head: torch.Tensor | None  # [U, H], likewise
     d2t: torch.Tensor  # int64 [U], the target's id of each of its tokens
     temperatures: torch.Tensor  # float32 [K], what divides the logits of confidences, by depth
 
@@ -73,11 +76,15 @@ class Drafter(nn.Module):
         self.register_buffer("temperatures", torch.ones(config.num_draft_tokens))
         self.register_buffer("embedding", torch.empty(0), persistent=False)
         self.register_buffer("head", torch.empty(0), persistent=False)
+        self.register_buffer("own_embedding", None)
+        self.register_buffer("own_head", None)
 
     def attach(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        """Take the target's embedding [V, H] and head [V, H]."""
-        self.embedding = embedding
-        self.head = head[self.d2t]
+        """Take the target's embedding [V, H] and head [V, H], as far as it has none of its own."""
+        own = self.own_embedding
+        self.embedding = embedding if own is None else own.to(embedding.dtype)
+        own = self.own_head
+        self.head = head[self.d2t] if own is None else own.to(head.dtype)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.embedding)

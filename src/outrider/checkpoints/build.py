@@ -1,0 +1,99 @@
+"""From a configuration and tensors by our names to a drafter, and back.
+
+Nothing is filled in or left out in silence: a tensor that is missing, unknown or of another shape
+is an error that names it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from outrider.drafters import Drafter, DrafterConfig, make_drafter
+from outrider.drafters.blocks import Rotary
+from outrider.errors import ConfigError, DataError
+
+EMBEDDING, HEAD = "own_embedding", "own_head"
+SHOWN = 5  # tensors that a message names
+
+
+def build_from(
+    config: DrafterConfig, tensors: Mapping[str, torch.Tensor], source: object
+) -> Drafter:
+    """A drafter with these parameters in the number formats they have, in eval mode, not attached.
+
+    Args:
+        tensors: by the names of the module's state; d2t may have any integer type.
+        source: where they come from, for messages.
+
+    Raises:
+        DataError: no such algorithm, or tensors that do not fit the configuration.
+    """
+    try:
+        with torch.device("meta"):  # no time and no random numbers for values that are replaced
+            drafter = make_drafter(config)
+    except ConfigError as error:
+        raise DataError(f"{source}: {error}") from None
+    shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    own = {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        HEAD: (config.draft_vocab_size, config.hidden_size),
+    }
+    shapes |= {name: shape for name, shape in own.items() if name in tensors}
+    _check_shapes(shapes, tensors, source)
+    _check_values(config, tensors, source)
+    for name in own.keys() & tensors.keys():
+        setattr(drafter, name, tensors[name])
+    drafter.load_state_dict({**tensors, "d2t": tensors["d2t"].long()}, assign=True)
+    drafter.rotary = Rotary(config.head_dim, config.rope_theta)
+    drafter.embedding = drafter.head = torch.empty(0)
+    return drafter.eval()
+
+
+def tensors_of(drafter: Drafter, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """The state of a drafter to store: parameters in `dtype`, d2t int32, temperatures float32."""
+    kept = {"d2t": torch.int32, "temperatures": torch.float32}
+    return {
+        name: value.detach().cpu().to(kept.get(name, dtype))
+        for name, value in drafter.state_dict().items()
+    }
+
+
+def _check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], source: object
+) -> None:
+    wrong = {
+        "missing": sorted(shapes.keys() - tensors.keys()),
+        "unknown": sorted(tensors.keys() - shapes.keys()),
+        "of another shape": [
+            f"{name} {list(tensors[name].shape)} (expected {list(shape)})"
+            for name, shape in shapes.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ],
+    }
+    parts = []
+    for what, names in wrong.items():
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            parts.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
+    if parts:
+        raise DataError(f"the tensors of {source} do not fit its configuration; {'; '.join(parts)}")
+
+
+def _check_values(
+    config: DrafterConfig, tensors: Mapping[str, torch.Tensor], source: object
+) -> None:
+    ids = tensors["d2t"]
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        raise DataError(f"d2t of {source} is {ids.dtype}, expected whole numbers")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
+        raise DataError(
+            f"d2t of {source} names tokens from {int(ids.min())} to {int(ids.max())}, the "
+            f"vocabulary of its target has {config.vocab_size}"
+        )
+    if len(ids.unique()) < len(ids):
+        raise DataError(f"d2t of {source} names {len(ids) - len(ids.unique())} tokens twice")
+    for name, values in tensors.items():
+        if name != "d2t" and not values.dtype.is_floating_point:
+            raise DataError(f"{name} of {source} is {values.dtype}, expected floating point")
+        if name != "d2t" and not bool(values.isfinite().all()):
+            raise DataError(f"{name} of {source} holds values that are no finite numbers")

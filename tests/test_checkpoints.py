@@ -1,0 +1,222 @@
+"""Drafters on disk: what is written is what is read, and what does not fit is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.checkpoints import load_drafter, save_drafter
+from outrider.drafters import ALGORITHMS, Drafter, DrafterConfig, make_drafter
+from outrider.drafters.base import Texts
+from outrider.errors import DataError
+
+VOCAB, HIDDEN = 50, 32
+
+
+def make_config(algorithm: str, **changes) -> DrafterConfig:
+    values = {
+        "algorithm": algorithm,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": 20,
+        "num_draft_tokens": 4,
+        "target_hidden_size": HIDDEN,
+        "target_num_layers": 6,
+        "target_layer_ids": (-1, 2, 4) if algorithm not in ("mtp", "medusa") else (5,),
+        "mask_token_id": 7,
+        "markov_rank": 6 * (algorithm == "dspark"),
+        "confidence_head": algorithm == "dspark",
+    }
+    return DrafterConfig(**{**values, **changes})
+
+
+def make_random(config: DrafterConfig) -> Drafter:
+    """A drafter with random bf16 parameters everywhere, and a random vocabulary."""
+    torch.manual_seed(3)
+    drafter = make_drafter(config)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_((0.3 * torch.randn_like(parameter) + 0.1).bfloat16())
+    drafter.d2t = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
+    drafter.temperatures = torch.rand(config.num_draft_tokens) + 0.5
+    return drafter
+
+
+def guessed(drafter: Drafter) -> torch.Tensor:
+    """Logits on a fixed text with fixed features, float32."""
+    config = drafter.config
+    random = torch.Generator().manual_seed(5)
+    embedding, head = (torch.randn(VOCAB, HIDDEN, generator=random) for _ in range(2))
+    drafter = drafter.float().eval()
+    drafter.attach(embedding, head)
+    features = torch.randn(12, config.feature_size, generator=random)
+    texts = Texts(torch.randint(VOCAB, (12,), generator=random), [0, 12], features)
+    with torch.no_grad():
+        return drafter.guess(texts, torch.tensor([2, 5, 7]), torch.tensor([4, 1, 3])).logits
+
+
+def save(drafter: Drafter, directory: Path) -> None:
+    save_drafter(drafter, directory, target={"name": "toy"}, provenance={"seed": 3})
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_what_is_saved_is_loaded(algorithm, tmp_path):
+    drafter = make_random(make_config(algorithm))
+    save(drafter, tmp_path / "drafter")
+    loaded = load_drafter(tmp_path / "drafter")
+    assert loaded.format == "outrider" and loaded.target == {"name": "toy"}
+    assert loaded.config["provenance"] == {"seed": 3}
+    assert loaded.drafter.config == drafter.config
+    assert not loaded.drafter.training and loaded.drafter.head.numel() == 0
+    assert loaded.drafter.norm.weight.dtype == torch.bfloat16
+    assert loaded.drafter.temperatures.equal(drafter.temperatures)
+    assert loaded.drafter.d2t.equal(drafter.d2t) and loaded.drafter.d2t.dtype == torch.int64
+    assert guessed(loaded.drafter).equal(guessed(drafter))
+
+
+def test_the_targets_matrices_are_not_stored(tmp_path):
+    drafter = make_random(make_config("eagle3"))
+    guessed(drafter)  # attaches
+    save(drafter, tmp_path / "drafter")
+    stored = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert not {"embedding", "head", "own_head", "own_embedding"} & stored.keys()
+    assert stored["d2t"].dtype == torch.int32
+    assert stored["temperatures"].dtype == torch.float32
+
+
+def test_an_own_head_and_embedding_stay(tmp_path):
+    drafter = make_random(make_config("eagle3"))
+    plain = guessed(drafter)
+    drafter.own_head = torch.randn(20, HIDDEN).bfloat16()
+    drafter.own_embedding = torch.randn(VOCAB, HIDDEN).bfloat16()
+    changed = guessed(drafter)
+    assert not changed.allclose(plain, atol=0.1)
+    save(drafter, tmp_path / "drafter")
+    assert guessed(load_drafter(tmp_path / "drafter").drafter).equal(changed)
+
+
+def test_saving_again_replaces_and_loading_leaves_the_random_numbers_alone(tmp_path):
+    save(make_random(make_config("dflash")), tmp_path / "drafter")
+    save(make_random(make_config("medusa")), tmp_path / "drafter")
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    loaded = load_drafter(tmp_path / "drafter")
+    assert torch.rand(3).equal(expected)
+    assert loaded.drafter.config.algorithm == "medusa"
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]  # nothing left behind
+
+
+def test_a_directory_with_other_things_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(DataError, match=r"other files than a drafter's \(thesis.txt\)"):
+        save(make_random(make_config("dflash")), tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failure_while_saving_keeps_what_was_there(tmp_path, monkeypatch):
+    save(make_random(make_config("dflash")), tmp_path / "drafter")
+
+    def full(*_args, **_values):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider.checkpoints.files.save_file", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        save(make_random(make_config("medusa")), tmp_path / "drafter")
+    assert load_drafter(tmp_path / "drafter").drafter.config.algorithm == "dflash"
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def change_config(directory: Path, change) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    change(config)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(directory: Path, change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("fc.weight"), "missing: fc.weight"),
+        (lambda t: t.update(spare=torch.zeros(2)), "unknown: spare"),
+        (
+            lambda t: t.update({"fc.weight": torch.zeros(3, 4)}),
+            r"fc.weight \[3, 4\] \(expected \[32, 96\]\)",
+        ),
+        (lambda t: t["d2t"].fill_(VOCAB), "names tokens from 50 to 50, the vocabulary .* has 50"),
+        (lambda t: t["d2t"].fill_(3), "names 19 tokens twice"),
+        (lambda t: t["norm.weight"].fill_(torch.nan), "norm.weight .* no finite numbers"),
+        (lambda t: t.update(d2t=t["d2t"].float()), "expected whole numbers"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change, message, tmp_path):
+    save(make_random(make_config("eagle3")), tmp_path / "drafter")
+    change_tensors(tmp_path / "drafter", change)
+    with pytest.raises(DataError, match=message):
+        load_drafter(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(version=9), "version 9 .* expected 1"),
+        (lambda c: c.pop("drafter"), "no object named drafter"),
+        (lambda c: c["drafter"].update(algorithm="eagle9"), "got 'eagle9'"),
+        (lambda c: c["drafter"].update(colour="red"), "colour"),
+        (lambda c: c["drafter"].pop("hidden_size"), "hidden_size"),
+        (lambda c: c["drafter"].update(target_layer_ids=[6]), r"from -1 to 5, got \[6\]"),
+        (lambda c: c.update(format="other"), "no drafter of a known format"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_named(change, message, tmp_path):
+    save(make_random(make_config("eagle3")), tmp_path / "drafter")
+    change_config(tmp_path / "drafter", change)
+    with pytest.raises(DataError, match=message):
+        load_drafter(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
+def test_a_config_that_is_no_object(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(DataError, match=r"config\.json"):
+        load_drafter(tmp_path)
+
+
+def test_no_checkpoint_there(tmp_path):
+    with pytest.raises(DataError, match=r"expected a directory with config\.json"):
+        load_drafter(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"it has no config\.json"):
+        load_drafter(tmp_path)
+    save(make_random(make_config("medusa")), tmp_path / "drafter")
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_drafter(tmp_path / "drafter")
+    (tmp_path / "drafter" / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"has no model\.safetensors"):
+        load_drafter(tmp_path / "drafter")
+
+
+def test_weights_in_several_files(tmp_path):
+    drafter = make_random(make_config("eagle3"))
+    save(drafter, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+    places = {name: file for file, part in parts.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "model.safetensors").unlink()
+    assert guessed(load_drafter(tmp_path).drafter).equal(guessed(drafter))
