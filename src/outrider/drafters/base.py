@@ -60,6 +60,9 @@ class Drafter(nn.Module):
     drafter that came with others keeps its own.
     """
 
+    needs_mask_token = False
+    layer_ids_range = (1, 64)  # how many layers of the target it can read
+
     embedding: torch.Tensor  # [V, H]
     head: torch.Tensor  # [U, H], the target's rows of the tokens it can name
     own_embedding: torch.Tensor | None  # [V, H], stored, where it is not the target's

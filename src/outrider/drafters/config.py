@@ -66,6 +66,11 @@ class DrafterConfig:
             raise ConfigError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
             )
+        if 1 < self.num_modules < self.num_draft_tokens:
+            raise ConfigError(
+                f"num_modules is {self.num_modules}: expected 1, used again and again, or one for "
+                f"each of the {self.num_draft_tokens} draft tokens"
+            )
         if self.markov_head not in MARKOV_HEADS:
             raise ConfigError(
                 f"markov_head must be one of {list(MARKOV_HEADS)}, got {shown(self.markov_head)}"

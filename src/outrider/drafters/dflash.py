@@ -21,6 +21,7 @@ from outrider.drafters.config import DrafterConfig
 class DFlash(Drafter):
     """See the module."""
 
+    needs_mask_token = True
     first_slot = 1  # the slot that says the first draft token
 
     def __init__(self, config: DrafterConfig) -> None:

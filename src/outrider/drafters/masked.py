@@ -19,11 +19,18 @@ from outrider.drafters.blocks import DecoderLayer
 class Masked(Drafter):
     """Base: a subclass says what the rows of the text and the masks are made of."""
 
+    needs_mask_token = True
     layers: nn.ModuleList
     shift: int  # the row of the last token is that of the token so many places before it
 
-    def text_inputs(self, texts: Texts) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [T, H] of the text's rows, and a side input or None."""
+    def row_inputs(
+        self, tokens: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Input x [T, H] of the text's rows, and a side input or None.
+
+        Args:
+            tokens: int64 [T], `shift` places behind the rows' features [T, F].
+        """
         raise NotImplementedError
 
     def mask_inputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -80,7 +87,7 @@ class Masked(Drafter):
             far = chain_attention(own[0], own[1], own[2], keys, values, chains, causal)
             return torch.cat([found, far[filled]])
 
-        x, side = self.text_inputs(texts)
+        x, side = self.row_inputs(texts.token_ids.roll(-self.shift), texts.features)
         masks, mask_side = self.mask_inputs(len(chain))
         x = torch.cat([x, masks])
         if side is not None and mask_side is not None:

@@ -15,6 +15,8 @@ from outrider.drafters.config import DrafterConfig
 class Medusa(Drafter):
     """See the module."""
 
+    layer_ids_range = (1, 1)
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         size = config.hidden_size

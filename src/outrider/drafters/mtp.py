@@ -35,6 +35,8 @@ class MTPModule(nn.Module):
 class MTP(Recurrent):
     """See the module. `layers[k]` is the block of module k."""
 
+    layer_ids_range = (1, 1)
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         modules = range(config.num_modules)

@@ -7,7 +7,6 @@ It reads tokens alone, no features, so it drafts for any target of its vocabular
 import torch
 from torch import nn
 
-from outrider.drafters.base import Texts
 from outrider.drafters.blocks import DecoderLayer
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.masked import Masked
@@ -16,6 +15,7 @@ from outrider.drafters.masked import Masked
 class Pard(Masked):
     """See the module."""
 
+    layer_ids_range = (0, 0)
     shift = 0
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -23,8 +23,10 @@ class Pard(Masked):
         layers = range(config.num_layers)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in layers)
 
-    def text_inputs(self, texts: Texts) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.embed(texts.token_ids), None
+    def row_inputs(
+        self, tokens: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.embed(tokens), None
 
     def mask_inputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.config.mask_token_id is not None

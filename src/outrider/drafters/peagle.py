@@ -8,7 +8,6 @@ fusion, as the released models keep it. The mask token is one the target never u
 import torch
 from torch import nn
 
-from outrider.drafters.base import Texts
 from outrider.drafters.blocks import DecoderLayer, RMSNorm
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.masked import Masked
@@ -32,8 +31,10 @@ class PEagle(Masked):
         """[R, F] -> [R, H]"""
         return self.fc(self.fc_norm(features) if self.config.norm_before_fc else features)
 
-    def text_inputs(self, texts: Texts) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.fuse(texts.features), self.embed(texts.token_ids.roll(-1))
+    def row_inputs(
+        self, tokens: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.fuse(features), self.embed(tokens)
 
     def mask_inputs(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.config.mask_token_id is not None

@@ -34,6 +34,12 @@ class Recurrent(Drafter):
         """Input of the layers from tokens [R] and states [R, H]: x, and a side input or None."""
         raise NotImplementedError
 
+    def row_inputs(
+        self, tokens: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same for rows of the text with features [R, F], each with the token behind it."""
+        return self.inputs(tokens, self.first_state(features))
+
     def guess(self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor) -> Guesses:
         """See `Drafter.guess`."""
         states, context = self._context(texts)
@@ -66,7 +72,7 @@ class Recurrent(Drafter):
             context.append((key, value))
             return causal_attention(query, key, value, texts.starts)
 
-        x, side = self.inputs(texts.token_ids.roll(-1), self.first_state(texts.features))
+        x, side = self.row_inputs(texts.token_ids.roll(-1), texts.features)
         rotation = self.rotary(texts.positions)
         for layer in self.layers:
             x = layer(x, rotation, attend, side)

@@ -64,6 +64,8 @@ class Target(Protocol):
     device: torch.device
     deterministic: bool  # a row's logits do not depend on what shares its forward
     kv_bytes_per_token: int
+    embedding: torch.Tensor  # [V, hidden], of tokens, as a drafter shares it
+    head: torch.Tensor  # [V, hidden], from the last normed state to logits
 
     def allocate_kv(self, num_pages: int) -> None:
         """Make room for ``num_pages`` pages of PAGE_SIZE tokens, dropping what was there."""

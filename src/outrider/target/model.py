@@ -69,6 +69,7 @@ class TransformersTarget:
         self.max_model_len = check_model_len(max_model_len, config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.embedding, self.head = _tables(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._wanted: tuple[int, ...] = ()
         self._taps: dict[int, torch.Tensor] = {}
@@ -310,3 +311,11 @@ def _probe_batch(texts: Sequence[np.ndarray], first_row: int = 0) -> ForwardBatc
 
 def _long(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64)).to(device)
+
+
+def _tables(model: "PreTrainedModel") -> tuple[torch.Tensor, torch.Tensor]:
+    """Embedding and head of a model, [V, hidden] each."""
+    embedding = cast(torch.Tensor, model.get_input_embeddings().weight).detach()
+    output = model.get_output_embeddings()
+    head = embedding if output is None else cast(torch.Tensor, output.weight).detach()
+    return embedding, head

@@ -123,6 +123,8 @@ class NativeTarget:
         self.dtype = dtype
         self.device = torch.device("cpu")
         self.deterministic = True
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.head = weights.get("lm_head.weight", self.embedding)
         self._lib = _declare(lib)
         self._kept: list[Any] = []  # what the C++ side points into
         self._weights = _PackedWeights(self._lib, config, weights, dtype)

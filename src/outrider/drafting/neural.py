@@ -1,0 +1,211 @@
+"""Drafts from a trained drafter: features of the target in, several tokens out, one small forward.
+
+Shape legend: B requests of a call, m tokens with new features, F feature width.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.stack import Stack, TorchStack
+from outrider.drafting.options import at_least
+from outrider.drafting.rollout import NO_PAGES, Chooser, Rollout, Seat, make_rollout
+from outrider.drafting.source import Draft, DraftContext, DraftSource
+from outrider.errors import ConfigError, KVFull
+from outrider.target.base import PAGE_SIZE, Target
+from outrider.target.kv import KVArena, pages_for
+from outrider.target.sampling import draft_noise_key
+
+MAX_ROWS = 512  # of one forward: the rows of longer prompts are taken in in portions
+KV_BYTES = 1 << 30  # default size of the drafter's KV, unless all requests fit in less
+
+
+@dataclass(slots=True)
+class _Request:
+    features: list[torch.Tensor] = field(default_factory=list)  # not yet taken in, [m, F] each
+    stopped: bool = False  # the text has outgrown the drafter
+
+
+class NeuralSource(DraftSource):
+    """Proposes what a drafter says; its KV goes along with each request's text.
+
+    Rows of KV are made from the target's features of text that is final, so nothing is ever rolled
+    back: what a draft writes behind them is overwritten by the next call.
+
+    Args:
+        drafter: belongs to this source from now on.
+        num_speculative_tokens: longest draft; None: what it was trained for.
+        kv_cache_tokens: tokens of KV; None takes what all requests can need, up to 1 GiB.
+        rule: the accept rule of the engine; all but "invariant" are told `Draft.probs`.
+
+    `events` counts requests that drafting stopped for because their text is longer than what the
+    drafter knows ("context"), and calls without a draft because of "kv".
+
+    Raises:
+        ConfigError: more tokens per draft than a drafter of a fixed number can say.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_speculative_tokens: int | None = None,
+        *,
+        kv_cache_tokens: int | None = None,
+        rule: str = "invariant",
+    ) -> None:
+        config = drafter.config
+        most = config.num_draft_tokens
+        if num_speculative_tokens is not None:
+            at_least("num_speculative_tokens", num_speculative_tokens, 1)
+            if num_speculative_tokens > most:
+                raise ConfigError(
+                    f"num_speculative_tokens must be at most {most}, for which this "
+                    f"{config.algorithm} drafter was trained, got {num_speculative_tokens}"
+                )
+        if kv_cache_tokens is not None:
+            at_least("kv_cache_tokens", kv_cache_tokens, PAGE_SIZE)
+        self.name = config.algorithm
+        self.drafter = drafter.eval()
+        self.target_layer_ids = config.target_layer_ids
+        self.max_draft_tokens = num_speculative_tokens or most
+        self.events: Counter[str] = Counter()
+        self._kv_cache_tokens = kv_cache_tokens
+        self._rule = rule
+        self._requests: dict[str, _Request] = {}
+        self._arena = KVArena(1)
+        self._rollout: Rollout[Any]
+        self._temperatures = drafter.temperatures.tolist()
+
+    def bind(self, target: Target, tokenizer: object | None, max_num_seqs: int) -> None:
+        """Check that the drafter is of this target, and make room for KV.
+
+        Raises:
+            ConfigError: sizes or vocabularies differ; the message names them.
+        """
+        config = self.drafter.config
+        for what, ours, theirs in (
+            ("hidden size", config.target_hidden_size, target.hidden_size),
+            ("number of layers", config.target_num_layers, target.num_layers),
+            ("vocabulary", config.vocab_size, target.vocab_size),
+        ):
+            if ours != theirs:
+                raise ConfigError(
+                    f"the {self.name} drafter was made for a target with a {what} of {ours}, "
+                    f"{target.name} has {theirs}"
+                )
+        self.drafter.attach(target.embedding, target.head)
+        stack = make_stack(self.drafter, target)
+        wants_probs = self._rule != "invariant"
+        eos = getattr(tokenizer, "eos_token_id", None)
+        chooser = Chooser(self.drafter.d2t, () if eos is None else (eos,), wants_probs)
+        self._rollout = make_rollout(self.drafter, stack, chooser)
+        longest = min(config.max_position, target.max_model_len) + self.max_draft_tokens
+        num_pages = max_num_seqs * pages_for(longest)
+        if stack.kv_bytes_per_token:
+            num_pages = min(num_pages, KV_BYTES // (stack.kv_bytes_per_token * PAGE_SIZE))
+        if self._kv_cache_tokens is not None:
+            num_pages = pages_for(self._kv_cache_tokens)
+        self._arena = KVArena(max(1, num_pages))
+        stack.allocate_kv(max(1, num_pages))
+
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
+        with torch.inference_mode():
+            admitted = [self._admit(c, b) for c, b in zip(contexts, budgets, strict=True)]
+            seats = [seat for seat in admitted if seat is not None]
+            if seats:
+                self._take_in(seats)
+                self._rollout.draft(seats)
+                for seat in seats:
+                    self._commit(seat)
+        return [Draft() if seat is None else self._draft(seat) for seat in admitted]
+
+    def release(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._arena.release(request_id)
+
+    def check_integrity(self) -> None:
+        """Assert that KV is held by known requests only, and by one each."""
+        self._arena.check_integrity()
+        assert set(self._arena.owners) <= set(self._requests), self._arena.owners
+
+    def _admit(self, context: DraftContext, budget: int) -> Seat | None:
+        """A seat with KV for what the call writes, or None: no draft this time."""
+        request = self._requests.setdefault(context.request_id, _Request())
+        if context.features is not None and not request.stopped:
+            request.features.append(context.features)
+        length = len(context.token_ids)
+        budget = min(budget, self.max_draft_tokens)
+        if request.stopped or budget <= 0:
+            return None
+        if length + self.drafter.config.num_draft_tokens > self.drafter.config.max_position:
+            request.stopped = True
+            request.features.clear()
+            self._arena.release(context.request_id)
+            self.events["context"] += 1
+            return None
+        held = self._arena.num_committed(context.request_id)
+        rows = length - self._rollout.lag - held
+        try:
+            wanted = rows + self._rollout.num_slots(budget)
+            self._arena.reserve(context.request_id, wanted)
+        except KVFull:
+            self.events["kv"] += 1
+            return None
+        features = self._new_features(request, rows)
+        key = context.noise_key
+        if self._rule == "block":
+            key = draft_noise_key(key, length)
+        pages = self._arena.page_table(context.request_id) if wanted else NO_PAGES
+        return Seat(context, budget, key, held, features, pages)
+
+    def _new_features(self, request: _Request, rows: int) -> torch.Tensor:
+        """Of all rows not yet taken in, [m, F]; none for a drafter that reads none."""
+        if not self.target_layer_ids:
+            return torch.empty(rows, 0)
+        features = torch.cat(request.features)
+        assert len(features) == rows, (len(features), rows)
+        request.features.clear()
+        return features
+
+    def _take_in(self, seats: list[Seat]) -> None:
+        """Run rows of long texts in portions, until what is left fits in one forward."""
+        left = [len(seat.features) for seat in seats]
+        while sum(left) > max(MAX_ROWS, len(seats)):
+            i = int(np.argmax(left))
+            portion = min(MAX_ROWS, left[i] - 1)
+            self._rollout.take_in(seats[i], portion)
+            left[i] -= portion
+
+    def _commit(self, seat: Seat) -> None:
+        """Keep the KV of the text's rows."""
+        name = seat.context.request_id
+        rows = len(seat.context.token_ids) - self._rollout.lag
+        new = rows - self._arena.num_committed(name)
+        if new:
+            self._arena.commit(name, new)
+
+    def _draft(self, seat: Seat) -> Draft:
+        temperatures = self._temperatures[: len(seat.tokens)]
+        logits = np.array(seat.chances) / np.array(temperatures)
+        probs = None
+        if seat.probs:
+            drafter = self.drafter
+            probs = torch.zeros(len(seat.probs), drafter.config.vocab_size)
+            probs[:, drafter.d2t] = torch.stack(seat.probs)
+        return Draft(
+            token_ids=seat.tokens,
+            probs=probs,
+            confidence=(1 / (1 + np.exp(-logits))).tolist(),
+            source=self.name,
+        )
+
+
+def make_stack(drafter: Drafter, target: Target) -> Stack:
+    """What runs the drafter's layers on the target's device."""
+    drafter.to(target.device, target.dtype)
+    return TorchStack(drafter)

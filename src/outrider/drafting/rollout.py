@@ -1,0 +1,370 @@
+"""How each kind of drafter gets from features to draft tokens, for many requests at once.
+
+A rollout first takes in the rows of the text that are new to the drafter, then drafts: a block or
+a chain of masks in one forward, or one row per token. Rows beyond the text leave no trace: their
+KV is overwritten by the next call.
+
+Shape legend: B seats of a call, T rows of a forward, R rows that say a token, H hidden, F features,
+U vocabulary of the drafter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.dflash import DFlash
+from outrider.drafters.dspark import DSpark
+from outrider.drafters.masked import Masked
+from outrider.drafters.medusa import Medusa
+from outrider.drafters.recurrent import Recurrent
+from outrider.drafters.stack import Stack
+from outrider.drafting.source import DraftContext
+from outrider.target.base import ForwardBatch
+from outrider.target.sampling import RowGroup, draw_drafts, target_probs
+
+NO_PAGES = np.zeros(0, np.int32)
+
+D = TypeVar("D", bound=Drafter)
+Rows = TypeVar("Rows", bound=Masked | Recurrent)
+Block = TypeVar("Block", bound=DFlash)
+
+
+@dataclass(slots=True)
+class Seat:
+    """One request in the course of one call."""
+
+    context: DraftContext
+    budget: int  # tokens to draft
+    noise_key: int
+    num_held: int  # rows of the text whose KV the drafter has
+    features: torch.Tensor  # [m, F] of the rows from there on
+    page_table: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    tokens: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)  # logit of being accepted, per token
+    probs: list[torch.Tensor] = field(default_factory=list)  # [U] each token was drawn from
+
+    def token_at(self, place: int, count: int) -> np.ndarray:
+        return self.context.token_ids[place : place + count]
+
+
+class Chooser:
+    """Turns logits of the drafter into draft tokens, with the noise of the target's choice."""
+
+    def __init__(self, d2t: torch.Tensor, eos_token_ids: Sequence[int], wants_probs: bool) -> None:
+        self._id_map = d2t.cpu().numpy().astype(np.int32)
+        self._eos_token_ids = eos_token_ids
+        self._wants_probs = wants_probs
+
+    def choose(self, seats: Sequence[Seat], counts: Sequence[int], logits: torch.Tensor) -> None:
+        """Append to each seat its next `counts[i]` tokens, of rows that follow each other."""
+        groups, first = [], 0
+        for seat, count in zip(seats, counts, strict=True):
+            text = seat.context.token_ids
+            if seat.tokens:
+                text = np.concatenate([text, np.array(seat.tokens, np.int32)])
+            groups.append(
+                RowGroup(
+                    seat.context.params,
+                    seat.noise_key,
+                    text,
+                    seat.context.num_prompt_tokens,
+                    first,
+                    draft_ids=[-1] * (count - 1),
+                    eos_token_ids=self._eos_token_ids,
+                )
+            )
+            first += count
+        tokens, probs = draw_drafts(logits, groups, self._id_map)
+        chances = np.log(np.clip(probs, 1e-6, 1 - 1e-6) / (1 - np.clip(probs, 1e-6, 1 - 1e-6)))
+        for seat, group in zip(seats, groups, strict=True):
+            rows = slice(group.first_row, group.first_row + group.num_rows)
+            seat.tokens += tokens[rows].tolist()
+            seat.chances += chances[rows].tolist()
+            if self._wants_probs and not seat.context.params.is_greedy:
+                seat.probs += list(target_probs(logits, group))
+
+
+def ragged(
+    seats: Sequence[Seat],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    wanted: np.ndarray,
+    two_way: bool = False,
+) -> ForwardBatch:
+    """Rows `starts[i]` to `starts[i] + counts[i]` of each seat's text, in one forward.
+
+    Args:
+        wanted: int32 [R], rows of the forward whose logits are wanted.
+    """
+    rows = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])  # [T]
+    firsts = np.array(starts, np.int32)
+    return ForwardBatch(
+        token_ids=np.zeros(len(rows), np.int32),
+        positions=rows + np.repeat(firsts, counts),
+        row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),  # [B + 1]
+        context_lens=firsts,
+        page_tables=[seat.page_table for seat in seats],
+        parents=rows - np.int32(1),
+        logits_rows=wanted,
+        is_tree=np.zeros(len(seats), np.bool_),
+        two_way=two_way,
+    )
+
+
+def rows_of(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """The `counts[i]` rows from `firsts[i]` on, int32 [R]."""
+    return np.concatenate(
+        [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    ).astype(np.int32)
+
+
+class Rollout(Generic[D]):
+    """Base; a subclass drafts for one kind of drafter."""
+
+    lag = 1  # a text of n tokens has n - lag rows
+
+    def __init__(self, drafter: D, stack: Stack, chooser: Chooser) -> None:
+        self.drafter, self.stack, self.chooser = drafter, stack, chooser
+        self._dtype = drafter.norm.weight.dtype
+
+    def num_slots(self, budget: int) -> int:
+        """Slots of KV beyond the text that a draft of so many tokens writes to."""
+        raise NotImplementedError
+
+    def take_in(self, seat: Seat, count: int) -> None:
+        """Run the next `count` rows of the text; more follow in this call."""
+        raise NotImplementedError
+
+    def draft(self, seats: Sequence[Seat]) -> None:
+        """Run the rows of the text that are left, and draft."""
+        raise NotImplementedError
+
+    def _left(self, seat: Seat) -> int:
+        return len(seat.context.token_ids) - self.lag - seat.num_held
+
+    def _features(self, seat: Seat, count: int) -> torch.Tensor:
+        """Of the next `count` rows; they are taken off."""
+        taken, seat.features = seat.features[:count], seat.features[count:]
+        return taken
+
+    def _all_features(self, seats: Sequence[Seat]) -> torch.Tensor:
+        return torch.cat([seat.features for seat in seats]).to(self._dtype)
+
+
+class BlockRollout(Rollout[Block]):
+    """DFlash: features become keys and values, then a block of masks goes through at once.
+
+    Blocks are whole whatever the budget, as in training; what is beyond it is not looked at.
+    """
+
+    def num_slots(self, budget: int) -> int:
+        return self.drafter.block_size
+
+    def take_in(self, seat: Seat, count: int) -> None:
+        self._store([seat], [count], self._features(seat, count).to(self._dtype))
+        seat.num_held += count
+
+    def _store(self, seats: Sequence[Seat], counts: list[int], features: torch.Tensor) -> None:
+        starts = [seat.num_held for seat in seats]
+        batch = ragged(seats, starts, counts, NO_PAGES)
+        self.stack.store_context(batch, self.drafter.fuse(features))
+
+    def draft(self, seats: Sequence[Seat]) -> None:
+        self._store(seats, [self._left(seat) for seat in seats], self._all_features(seats))
+        size, first = self.drafter.block_size, self.drafter.first_slot
+        starts = [len(seat.context.token_ids) - 1 for seat in seats]
+        budgets = [seat.budget for seat in seats]
+        wanted = rows_of([i * size + first for i in range(len(seats))], budgets)
+        batch = ragged(seats, starts, [size] * len(seats), wanted, two_way=True)
+        anchors = torch.tensor([int(seat.context.token_ids[-1]) for seat in seats])
+        x = self.drafter.embed(self.drafter.block_ids(anchors, size)).flatten(0, 1)
+        self._say(seats, budgets, *self.stack.run(batch, x))
+
+    def _say(
+        self,
+        seats: Sequence[Seat],
+        budgets: list[int],
+        states: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> None:
+        self.chooser.choose(seats, budgets, logits)
+
+
+class SequentialBlockRollout(BlockRollout[DSpark]):
+    """DSpark: tokens of the block are chosen one after the other by a light head."""
+
+    def _say(
+        self,
+        seats: Sequence[Seat],
+        budgets: list[int],
+        states: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> None:
+        firsts = np.cumsum([0, *budgets[:-1]])
+        head = self.drafter.markov_head
+        if head is None:
+            super()._say(seats, budgets, states, logits)
+        else:
+            self._one_by_one(seats, budgets, states, logits, firsts)
+        self._rate(seats, budgets, states)
+
+    def _one_by_one(
+        self,
+        seats: Sequence[Seat],
+        budgets: list[int],
+        states: torch.Tensor,
+        logits: torch.Tensor,
+        firsts: np.ndarray,
+    ) -> None:
+        head = self.drafter.markov_head
+        assert head is not None
+        memory: torch.Tensor | None = None
+        for depth in range(max(budgets)):
+            going = [i for i, budget in enumerate(budgets) if budget > depth]
+            rows = torch.from_numpy(firsts[going] + depth)
+            before = torch.tensor([_last_token(seats[i]) for i in going])
+            if memory is not None and len(memory) != len(going):
+                kept = [i for i, budget in enumerate(budgets) if budget > depth - 1]
+                memory = memory[[kept.index(i) for i in going]]
+            bias, memory = head(before, states[rows].to(self._dtype), memory)
+            said = logits[rows] + bias.float()
+            self.chooser.choose([seats[i] for i in going], [1] * len(going), said)
+
+    def _rate(self, seats: Sequence[Seat], budgets: list[int], states: torch.Tensor) -> None:
+        """Chances from the confidence head, which sees the token before each."""
+        head = self.drafter.confidence_head
+        if head is None:
+            return
+        before = [
+            token
+            for seat in seats
+            for token in [int(seat.context.token_ids[-1]), *seat.tokens[:-1]]
+        ]
+        seen = self.drafter.token_state(torch.tensor(before))
+        chances = head(states.to(self._dtype), seen).float().tolist()
+        for seat, budget in zip(seats, budgets, strict=True):
+            seat.chances, chances = chances[:budget], chances[budget:]
+
+
+def _last_token(seat: Seat) -> int:
+    return seat.tokens[-1] if seat.tokens else int(seat.context.token_ids[-1])
+
+
+class _RowRollout(Rollout[Rows]):
+    """What masks and recurrence share: the rows of the text go through all layers."""
+
+    def take_in(self, seat: Seat, count: int) -> None:
+        x, side = self._text_inputs([seat], [count], self._features(seat, count))
+        self.stack.run(ragged([seat], [seat.num_held], [count], NO_PAGES), x, side)
+        seat.num_held += count
+
+    def _text_inputs(
+        self, seats: Sequence[Seat], counts: Sequence[int], features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens = np.concatenate(
+            [
+                seat.token_at(seat.num_held + self.lag, count)
+                for seat, count in zip(seats, counts, strict=True)
+            ]
+        )
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        return self.drafter.row_inputs(ids, features.to(self._dtype))
+
+
+class MaskedRollout(_RowRollout[Masked]):
+    """P-EAGLE, PARD: masks behind the text's last row, all in one causal forward."""
+
+    def __init__(self, drafter: Masked, stack: Stack, chooser: Chooser) -> None:
+        super().__init__(drafter, stack, chooser)
+        self.lag = drafter.shift
+
+    def num_slots(self, budget: int) -> int:
+        return budget - 1
+
+    def draft(self, seats: Sequence[Seat]) -> None:
+        left = [self._left(seat) for seat in seats]
+        budgets = [seat.budget for seat in seats]
+        counts = [new + budget - 1 for new, budget in zip(left, budgets, strict=True)]
+        x, side = self._text_inputs(seats, left, self._all_features(seats))
+        masks, mask_side = self.drafter.mask_inputs(sum(budgets) - len(seats))
+        lasts = np.cumsum(counts) - budgets  # row of each text's last token
+        wanted = rows_of(lasts.tolist(), budgets)
+        is_mask = np.zeros(sum(counts), np.bool_)
+        is_mask[rows_of((lasts + 1).tolist(), [budget - 1 for budget in budgets])] = True
+        x = _merged(x, masks, is_mask)
+        if side is not None and mask_side is not None:
+            side = _merged(side, mask_side, is_mask)
+        starts = [seat.num_held for seat in seats]
+        _, logits = self.stack.run(ragged(seats, starts, counts, wanted), x, side)
+        self.chooser.choose(seats, budgets, logits)
+
+
+def _merged(text: torch.Tensor, masks: torch.Tensor, is_mask: np.ndarray) -> torch.Tensor:
+    """Rows of both in the order of the forward: [T, H]."""
+    rows = text.new_empty(len(is_mask), text.shape[1])
+    where = torch.from_numpy(is_mask)
+    rows[~where] = text
+    rows[where] = masks.to(text.dtype)
+    return rows
+
+
+class RecurrentRollout(_RowRollout[Recurrent]):
+    """EAGLE-3, MTP: one row per draft token, each fed with the state before it."""
+
+    def num_slots(self, budget: int) -> int:
+        return budget - 1
+
+    def draft(self, seats: Sequence[Seat]) -> None:
+        left = [self._left(seat) for seat in seats]
+        x, side = self._text_inputs(seats, left, self._all_features(seats))
+        wanted = (np.cumsum(left) - 1).astype(np.int32)
+        starts = [seat.num_held for seat in seats]
+        states, logits = self.stack.run(ragged(seats, starts, left, wanted), x, side)
+        self.chooser.choose(seats, [1] * len(seats), logits)
+        depth = 1
+        while going := [i for i, seat in enumerate(seats) if seat.budget > depth]:
+            states, seats = states[going], [seats[i] for i in going]
+            tokens = torch.tensor([seat.tokens[-1] for seat in seats])
+            x, side = self.drafter.inputs(tokens, states.to(self._dtype))
+            starts = [len(seat.context.token_ids) - 2 + depth for seat in seats]
+            rows = np.arange(len(seats), dtype=np.int32)
+            batch = ragged(seats, starts, [1] * len(seats), rows)
+            states, logits = self.stack.run(batch, x, side)
+            self.chooser.choose(seats, [1] * len(seats), logits)
+            depth += 1
+
+
+class HeadsRollout(Rollout[Medusa]):
+    """Medusa: heads on the newest features, and no KV at all."""
+
+    def num_slots(self, budget: int) -> int:
+        return 0
+
+    def take_in(self, seat: Seat, count: int) -> None:
+        self._features(seat, count)
+        seat.num_held += count
+
+    def draft(self, seats: Sequence[Seat]) -> None:
+        newest = torch.stack([seat.features[-1] for seat in seats]).to(self._dtype)
+        states = self.drafter.states(newest)  # [B, L, H]
+        budgets = [seat.budget for seat in seats]
+        kept = torch.cat([states[i, :budget] for i, budget in enumerate(budgets)])
+        self.chooser.choose(seats, budgets, self.drafter.logits(kept).float())
+
+
+def make_rollout(drafter: Drafter, stack: Stack, chooser: Chooser) -> Rollout[Any]:
+    """The rollout of a drafter's kind."""
+    if isinstance(drafter, DSpark):
+        return SequentialBlockRollout(drafter, stack, chooser)
+    if isinstance(drafter, DFlash):
+        return BlockRollout(drafter, stack, chooser)
+    if isinstance(drafter, Masked):
+        return MaskedRollout(drafter, stack, chooser)
+    if isinstance(drafter, Recurrent):
+        return RecurrentRollout(drafter, stack, chooser)
+    assert isinstance(drafter, Medusa), type(drafter)
+    return HeadsRollout(drafter, stack, chooser)
