@@ -41,8 +41,8 @@ void AttentionPlan::build(const Batch &batch, const AttentionShape &shape, int t
         int step = batch.is_tree[b] ? 1 : most;  // every tree row has a tail of its own
         for (int row = batch.row_starts[b]; row < batch.row_starts[b + 1]; row += step) {
             int rows = std::min(step, batch.row_starts[b + 1] - row);
-            int last = batch.positions[row + rows - 1];
-            tiles.push_back({b, row, rows, last / kSegment + 1, 0, false});
+            int newest = batch.newest(b, row + rows - 1);
+            tiles.push_back({b, row, rows, newest / kSegment + 1, 0, false});
         }
     }
     // Few tiles: the segments of one are spread over the threads. Same bits either way.
@@ -111,7 +111,7 @@ void Attention<E>::run(long index, int thread, const LayerKV<E> &kv, const E *qu
 
 template <class E>
 typename Attention<E>::Span Attention<E>::visible_pages(const Job &job, int segment) const {
-    int newest = batch_.positions[job.tile.row + job.tile.rows - 1];
+    int newest = batch_.newest(job.tile.request, job.tile.row + job.tile.rows - 1);
     int oldest = job.scoring.window ? std::max(0, batch_.positions[job.tile.row] - job.scoring.window + 1) : 0;
     return {std::max(segment * kPagesPerSegment, oldest / kPage),
             std::min((segment + 1) * kPagesPerSegment, newest / kPage + 1)};
@@ -189,17 +189,18 @@ template <class E>
 void Attention<E>::weigh(Scratch &s, const Job &job, Span span, int query, float *partial) {
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float *scores = &s.scores[query * kSegment];
-    const int position = batch_.positions[job.tile.row + query / shape_.group()];
-    const int hidden = job.scoring.window ? position - job.scoring.window : -1;  // the newest out of sight behind
+    const int row = job.tile.row + query / shape_.group(), newest = batch_.newest(job.tile.request, row);
+    // The newest out of sight behind.
+    const int hidden = job.scoring.window ? batch_.positions[row] - job.scoring.window : -1;
     const float scale = job.scoring.scale, softcap = job.scoring.softcap;
     f32x16 top = splat(kNever);
     for (int j = 0; j < span.pages(); j++) {
         f32x16 score = load(scores + j * kPage) * scale;
         if (softcap) score = tanh(score / softcap) * softcap;
         int start = (span.first + j) * kPage;
-        if (start + kPage - 1 > position || start <= hidden) {
+        if (start + kPage - 1 > newest || start <= hidden) {
             i32x16 at = lanes + start;
-            score = ((at <= position) & (at > hidden)) ? score : splat(kNever);
+            score = ((at <= newest) & (at > hidden)) ? score : splat(kNever);
         }
         store(scores + j * kPage, score);
         top = max(top, score);

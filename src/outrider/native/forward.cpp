@@ -1,6 +1,7 @@
 // One ragged forward of a decoder-only transformer: Llama's shape, with the variations of Qwen
-// (biases, norms on queries and keys) and Gemma (norms after each block, GELU, two ropes,
-// sliding windows). All threads run the whole forward as one job and meet at barriers.
+// (biases, norms on queries and keys), Gemma (norms after each block, GELU, two ropes, sliding
+// windows) and drafters (rows in place of tokens, a second input, keys and values of given rows).
+// All threads run the whole forward as one job and meet at barriers.
 //
 // Legend: T rows, H hidden width, Q = heads * head_dim, E float or bf16 (weights, KV, inputs of
 // matrix products; sums, norms and the residual stream are float throughout).
@@ -9,22 +10,25 @@
 
 #include "attention.h"
 #include "pool.h"
+#include "shares.h"
 
 namespace outrider {
 
-struct LayerSpec {  // mirrored in outrider/target/native.py; null pointers: not there
+struct LayerSpec {  // mirrored in outrider/target/native_model.py; null pointers: not there
     const void *qkv, *attention_out, *gate_up, *down;  // packed tiles
     const float *qkv_bias, *out_bias;
     const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm, *query_norm, *key_norm;
-    const float *rope;  // [position][2][rope_dim / 2]: cosines, then sines
-    int window;         // 0: the whole context
+    const float *side_norm;  // where qkv reads 2 H: [norm(side), norm(x)]
+    const float *rope;       // [position][2][rope_dim / 2]: cosines, then sines
+    int window;              // 0: the whole context
+    int residual_is_normed;  // the attention's output is added to norm(x), not to x
 };
 
-struct ModelSpec {  // mirrored in outrider/target/native.py
+struct ModelSpec {  // mirrored in outrider/target/native_model.py
     int layers, hidden, intermediate, vocab, padded_vocab, heads, kv_heads, head_dim, rope_dim, is_bf16,
         use_gelu;
     float epsilon, query_scale, attention_softcap, logits_softcap, embedding_scale;
-    const void *embedding;  // [vocab][H], not packed
+    const void *embedding;  // [vocab][H], not packed; null: rows are given
     const void *lm_head;    // packed tiles, padded_vocab outputs
     const float *final_norm;
     const LayerSpec *layer;
@@ -35,34 +39,6 @@ namespace {
 // Bytes of weights asked for ahead of the reading. Measured on two cores of a Zen 5 server: a
 // pass over 270 MB takes 5.9 ms with 8 KB, 5.4 ms with 32 KB and more; eight rows 6.3 and 4.6 ms.
 constexpr long kPrefetch = 64 << 10;
-
-// Hands out [0, n) to the threads: each starts in a range of its own, so that weights are read
-// in one stream, and helps the others when done, so that a slow core holds nobody up.
-class Shares {
-  public:
-    Shares(int phases, int threads) : threads_(threads), next_(long(phases) * threads) {}
-    void reset() {
-        for (Slot &slot : next_) slot.value.store(0, std::memory_order_relaxed);
-    }
-    // The first index of a thread's own range; the next thread's is its end.
-    int begin(int n, int thread) const { return int(long(n) * thread / threads_); }
-
-    template <class Body>
-    void run(int phase, int thread, int n, const Body &body) {
-        for (int turn = 0; turn < threads_; turn++) {
-            int owner = (thread + turn) % threads_, first = begin(n, owner), end = begin(n, owner + 1);
-            std::atomic<int> &next = next_[long(phase) * threads_ + owner].value;
-            for (int i; (i = first + next.fetch_add(1, std::memory_order_relaxed)) < end;) body(i);
-        }
-    }
-
-  private:
-    struct alignas(64) Slot {
-        std::atomic<int> value{0};
-    };
-    int threads_;
-    std::vector<Slot> next_;
-};
 
 // A packed matrix, read in chunks: two tiles that take turns, or the last one alone.
 template <class E>
@@ -79,9 +55,9 @@ struct AnyModel {
     virtual ~AnyModel() = default;
     virtual void allocate_kv(long pages) = 0;
     virtual void forward(const Batch &batch) = 0;
+    virtual void store_context(const Batch &batch) = 0;
     virtual void move_kv(const int *from, const int *to, int n) = 0;
 };
-
 
 template <class E>
 class Model final : public AnyModel {
@@ -94,17 +70,15 @@ class Model final : public AnyModel {
     void move_kv(const int *from, const int *to, int n) override { kv_.move(from, to, n); }
 
     void forward(const Batch &batch) override {
-        int threads = num_threads();
-        if (!shares_ || threads != threads_) {
-            threads_ = threads;
-            shares_ = std::make_unique<Shares>(spec_.layers * kPhases + kPhases, threads);
-        }
-        shares_->reset();
-        batch_ = batch;
-        reserve_scratch();
-        blocks_ = find_blocks(batch);
-        attention_.prepare(batch, shape_, threads);
+        begin(batch);
+        attention_.prepare(batch, shape_, threads_);
         on_all_threads([this](int thread) { run(thread); });
+    }
+
+    // Keys and values that every layer makes of batch.x as it is, and nothing else.
+    void store_context(const Batch &batch) override {
+        begin(batch);
+        on_all_threads([this](int thread) { run_context(thread); });
     }
 
   private:
@@ -113,18 +87,22 @@ class Model final : public AnyModel {
     int query_width() const { return spec_.heads * spec_.head_dim; }
     int kv_width() const { return spec_.kv_heads * spec_.head_dim; }
 
+    void begin(const Batch &batch);
     void reserve_scratch();
     void run(int thread);
-    void embed(int row);
-    void add_and_norm(int row, const float *post_norm, const float *norm, int tapped_layer);
-    void norm_row(const float *x, const float *weight, E *out) const;
+    void run_context(int thread);
+    void take_input(int row);
+    void add(int row, const float *post_norm);
+    void complete_layer(int row, int layer);
+    void norm_input(int row, const LayerSpec &layer);
+    template <class Out>
+    void norm_row(const float *x, const float *weight, Out *out) const;
     float *qkv_row(int row) { return &qkv_[long(row) * (query_width() + 2 * kv_width())]; }
     const float *rope_of(const LayerSpec &layer, int row) const {
         return layer.rope ? layer.rope + long(batch_.positions[row]) * spec_.rope_dim : nullptr;
     }
     void rotate_queries(int row, int head, const LayerSpec &layer);
-    void store_key_and_value(int row, const RowBlock &block, int head, const LayerSpec &layer,
-                             const LayerKV<E> &kv);
+    void store_keys_and_values(const RowBlock &block, int head, const LayerSpec &layer, const LayerKV<E> &kv);
     template <class Epilogue>
     void linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix, const Matrix<E> &next,
                 const Epilogue &epilogue);
@@ -133,8 +111,9 @@ class Model final : public AnyModel {
     }
     Matrix<E> qkv_of(int l) const {  // after the last layer: what is read next
         if (l == spec_.layers) return matrix(spec_.lm_head, spec_.padded_vocab, spec_.hidden);
-        return matrix(layers_[l].qkv, query_width() + 2 * kv_width(), spec_.hidden);
+        return matrix(layers_[l].qkv, query_width() + 2 * kv_width(), input_width(layers_[l]));
     }
+    int input_width(const LayerSpec &layer) const { return (layer.side_norm ? 2 : 1) * spec_.hidden; }
     long bytes_ahead(int thread, int chunk, const Matrix<E> &matrix, const Matrix<E> &next) const;
     template <class Body>
     void each(int phase, int thread, int n, const Body &body) {
@@ -152,8 +131,21 @@ class Model final : public AnyModel {
     Batch batch_;
     std::vector<RowBlock> blocks_;
     std::vector<float> x_, y_, qkv_;           // [T][H], [T][H], [T][Q + 2 KV]
-    std::vector<E> normed_, queries_, heads_, mlp_;  // [T][H], [kv head][T][group][dim], [T][Q], [T][I]
+    std::vector<E> normed_, queries_, heads_, mlp_;  // [T][2 H], [kv head][T][group][dim], [T][Q], [T][I]
 };
+
+template <class E>
+void Model<E>::begin(const Batch &batch) {
+    int threads = num_threads();
+    if (!shares_ || threads != threads_) {
+        threads_ = threads;
+        shares_ = std::make_unique<Shares>(spec_.layers * kPhases + kPhases, threads);
+    }
+    shares_->reset();
+    batch_ = batch;
+    reserve_scratch();
+    blocks_ = find_blocks(batch);
+}
 
 template <class E>
 void Model<E>::reserve_scratch() {
@@ -162,7 +154,7 @@ void Model<E>::reserve_scratch() {
     x_.resize(rows * spec_.hidden);
     y_.resize(rows * spec_.hidden);
     qkv_.resize(rows * (query_width() + 2 * kv_width()));
-    normed_.resize(rows * spec_.hidden);
+    normed_.resize(rows * 2 * spec_.hidden);
     queries_.resize(rows * query_width());
     heads_.resize(rows * query_width());
     mlp_.resize(rows * spec_.intermediate);
@@ -182,8 +174,8 @@ void Model<E>::run(int thread) {
         const Scoring scoring{spec_.query_scale, spec_.attention_softcap, layer.window};
         int phase = l * kPhases;
         each(phase + kNormIn, thread, rows, [&](int row) {
-            if (l == 0) embed(row);
-            add_and_norm(row, l ? layers_[l - 1].post_mlp_norm : nullptr, layer.input_norm, l - 1);
+            complete_layer(row, l - 1);
+            norm_input(row, layer);
         });
         const Matrix<E> out = matrix(layer.attention_out, H, query_width());
         const Matrix<E> gate_up = matrix(layer.gate_up, 2 * spec_.intermediate, H);
@@ -198,10 +190,8 @@ void Model<E>::run(int thread) {
         each(phase + kRope, thread, 2 * items, [&](int item) {
             const RowBlock &block = blocks_[item % items / spec_.kv_heads];
             const int head = item % spec_.kv_heads;
-            for (int row = block.row; row < block.row + block.rows; row++) {
-                if (item < items) rotate_queries(row, head, layer);
-                else store_key_and_value(row, block, head, layer, kv);
-            }
+            if (item >= items) return store_keys_and_values(block, head, layer, kv);
+            for (int row = block.row; row < block.row + block.rows; row++) rotate_queries(row, head, layer);
         });
         each(phase + kAttend, thread, int(attention_.items()), [&](int item) {
             attention_.run(item, thread, kv, queries_.data(), scoring, heads_.data());
@@ -210,8 +200,10 @@ void Model<E>::run(int thread) {
                [&](int row, int column, const float *sums, int n) {
                    store_biased(&y_[long(row) * H + column], sums, n, layer.out_bias, column);
                });
-        each(phase + kNormMlp, thread, rows,
-             [&](int row) { add_and_norm(row, layer.post_attention_norm, layer.mlp_norm, -2); });
+        each(phase + kNormMlp, thread, rows, [&](int row) {
+            add(row, layer.post_attention_norm);
+            norm_row(&x_[long(row) * H], layer.mlp_norm, &normed_[long(row) * H]);
+        });
         linear(phase + kGateUp, thread, normed_.data(), rows, gate_up, down,
                [&](int row, int column, const float *sums, int) {
                    f32x16 gate = load(sums), up = load(sums + kLanes);  // tiles alternate
@@ -224,11 +216,11 @@ void Model<E>::run(int thread) {
                });
     }
     int phase = spec_.layers * kPhases;
-    each(phase, thread, rows, [&](int row) {
-        add_and_norm(row, layers_.back().post_mlp_norm, nullptr, spec_.layers - 1);
-    });
+    each(phase, thread, rows, [&](int row) { complete_layer(row, spec_.layers - 1); });
     each(phase + 1, thread, batch_.logits_count, [&](int i) {
-        norm_row(&x_[long(batch_.logits_rows[i]) * H], spec_.final_norm, &normed_[long(i) * H]);
+        const float *x = &x_[long(batch_.logits_rows[i]) * H];
+        if (batch_.states) std::copy(x, x + H, batch_.states + long(i) * H);
+        norm_row(x, spec_.final_norm, &normed_[long(i) * H]);
     });
     linear(phase + 2, thread, normed_.data(), batch_.logits_count, qkv_of(spec_.layers), qkv_of(0),
            [&](int row, int column, const float *sums, int n) {
@@ -244,18 +236,42 @@ void Model<E>::run(int thread) {
 }
 
 template <class E>
-void Model<E>::embed(int row) {
-    const E *from = static_cast<const E *>(spec_.embedding) + long(batch_.tokens[row]) * spec_.hidden;
-    float *x = &x_[long(row) * spec_.hidden], *y = &y_[long(row) * spec_.hidden];
-    for (int i = 0; i < spec_.hidden; i++) x[i] = to_float(from[i]) * spec_.embedding_scale;
-    std::fill(y, y + spec_.hidden, 0.0f);
+void Model<E>::run_context(int thread) {
+    const int rows = batch_.rows, H = spec_.hidden, width = query_width() + 2 * kv_width();
+    each(kNormIn, thread, rows, [&](int row) {
+        for (int i = 0; i < H; i += kLanes)
+            store(&normed_[long(row) * H + i], load(batch_.x + long(row) * H + i));
+    });
+    // Whole chunks only: the last queries come along where they end amid one.
+    const int skipped = query_width() / (2 * kLanes) * 2 * kLanes;
+    for (int l = 0; l < spec_.layers; l++) {
+        const Matrix<E> all = qkv_of(l);
+        const Matrix<E> wanted = matrix(all.weights + long(skipped) * H, width - skipped, H);
+        const int phase = l * kPhases;
+        linear(phase + kQkv, thread, normed_.data(), rows, wanted, qkv_of((l + 1) % spec_.layers),
+               [&](int row, int column, const float *sums, int n) {
+                   store_biased(qkv_row(row) + skipped + column, sums, n, layers_[l].qkv_bias, skipped + column);
+               });
+        each(phase + kRope, thread, int(blocks_.size()) * spec_.kv_heads, [&](int item) {
+            store_keys_and_values(blocks_[item / spec_.kv_heads], item % spec_.kv_heads, layers_[l], kv_.layer(l));
+        });
+    }
 }
 
-// x += y (normalised first where the model says so), then normed = norm(x). The output of
-// `tapped_layer` (-1: the embedding, -2: none) is complete once y is added; it is copied out
-// where a source of drafts asked for it.
 template <class E>
-void Model<E>::add_and_norm(int row, const float *post_norm, const float *norm, int tapped_layer) {
+void Model<E>::take_input(int row) {
+    float *x = &x_[long(row) * spec_.hidden];
+    if (batch_.x) {
+        std::copy_n(batch_.x + long(row) * spec_.hidden, spec_.hidden, x);
+        return;
+    }
+    const E *from = static_cast<const E *>(spec_.embedding) + long(batch_.tokens[row]) * spec_.hidden;
+    for (int i = 0; i < spec_.hidden; i++) x[i] = to_float(from[i]) * spec_.embedding_scale;
+}
+
+// x += y, normalised first where the model says so.
+template <class E>
+void Model<E>::add(int row, const float *post_norm) {
     const int H = spec_.hidden;
     float *x = &x_[long(row) * H];
     const float *y = &y_[long(row) * H];
@@ -270,14 +286,37 @@ void Model<E>::add_and_norm(int row, const float *post_norm, const float *norm, 
         if (post_norm) add = add * scale * load(post_norm + i);
         store(x + i, load(x + i) + add);
     }
+}
+
+// x becomes the output of a layer, -1: the input of the first one. It is copied out where a
+// source of drafts asked for it.
+template <class E>
+void Model<E>::complete_layer(int row, int layer) {
+    const int H = spec_.hidden;
+    if (layer < 0) take_input(row);
+    else add(row, layers_[layer].post_mlp_norm);
     for (int t = 0; t < batch_.tap_count; t++)
-        if (batch_.tap_layers[t] == tapped_layer)
-            std::copy(x, x + H, batch_.taps + (long(row) * batch_.tap_count + t) * H);
-    if (norm) norm_row(x, norm, &normed_[long(row) * H]);
+        if (batch_.tap_layers[t] == layer)
+            std::copy_n(&x_[long(row) * H], H, batch_.taps + (long(row) * batch_.tap_count + t) * H);
+}
+
+// What the queries, keys and values of a layer are made from.
+template <class E>
+void Model<E>::norm_input(int row, const LayerSpec &layer) {
+    const int H = spec_.hidden;
+    float *x = &x_[long(row) * H];
+    E *normed = &normed_[long(row) * input_width(layer)];
+    if (layer.side_norm) {
+        norm_row(batch_.side + long(row) * H, layer.side_norm, normed);
+        normed += H;
+    }
+    norm_row(x, layer.input_norm, normed);
+    if (layer.residual_is_normed) norm_row(x, layer.input_norm, x);
 }
 
 template <class E>
-void Model<E>::norm_row(const float *x, const float *weight, E *out) const {
+template <class Out>
+void Model<E>::norm_row(const float *x, const float *weight, Out *out) const {
     const int H = spec_.hidden;
     f32x16 squares = {};
     for (int i = 0; i < H; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
@@ -321,17 +360,18 @@ void Model<E>::rotate_queries(int row, int head, const LayerSpec &layer) {
 }
 
 template <class E>
-void Model<E>::store_key_and_value(int row, const RowBlock &block, int head, const LayerSpec &layer,
-                                   const LayerKV<E> &kv) {
+void Model<E>::store_keys_and_values(const RowBlock &block, int head, const LayerSpec &layer, const LayerKV<E> &kv) {
     const int dim = spec_.head_dim;
-    float *key = qkv_row(row) + query_width() + head * dim;
-    const float *value = key + kv_width();
-    rotate_head(key, spec_, layer.key_norm, rope_of(layer, row));
-    for (int d = 0; d < dim; d += kLanes) {
-        E k[kLanes], v[kLanes];
-        store(k, load(key + d));
-        store(v, load(value + d));
-        kv.place(head, block.page, block.lane + row - block.row, d, k, v);
+    for (int r = 0; r < block.rows; r++) {
+        float *key = qkv_row(block.row + r) + query_width() + head * dim;
+        const float *value = key + kv_width();
+        rotate_head(key, spec_, layer.key_norm, rope_of(layer, block.row + r));
+        for (int d = 0; d < dim; d += kLanes) {
+            E k[kLanes], v[kLanes];
+            store(k, load(key + d));
+            store(v, load(value + d));
+            kv.place(head, block.page, block.lane + r, d, k, v);
+        }
     }
 }
 
@@ -389,6 +429,9 @@ void *outrider_model_new(const outrider::ModelSpec *spec) {
 void outrider_model_free(void *model) { delete static_cast<AnyModel *>(model); }
 void outrider_model_allocate_kv(void *model, long pages) { static_cast<AnyModel *>(model)->allocate_kv(pages); }
 void outrider_model_forward(void *model, const outrider::Batch *batch) { static_cast<AnyModel *>(model)->forward(*batch); }
+void outrider_model_store_context(void *model, const outrider::Batch *batch) {
+    static_cast<AnyModel *>(model)->store_context(*batch);
+}
 void outrider_model_move_kv(void *model, const int *from, const int *to, int n) {
     static_cast<AnyModel *>(model)->move_kv(from, to, n);
 }

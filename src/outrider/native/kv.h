@@ -11,10 +11,16 @@ constexpr int kPage = kLanes;  // positions per KV page
 
 struct Batch {  // mirrored in outrider/target/native_batch.py
     int rows, requests, logits_count, tap_count;
+    int two_way;  // rows see all new rows of their request, not only those before
     const int *tokens, *positions, *row_starts, *context_lens, *page_offsets, *pages, *parents;
     const uint8_t *is_tree;
     const int *logits_rows, *tap_layers;
     float *logits, *taps;
+    const float *x, *side;  // [T][H] of drafters: rows in place of tokens, and the second input
+    float *states;          // null, or [logits_count][H]: rows before the last norm
+
+    // The newest position that a row sees.
+    int newest(int request, int row) const { return positions[two_way ? row_starts[request + 1] - 1 : row]; }
 };
 
 // New rows that go into one KV page: given out whole, so that threads never write to the same
