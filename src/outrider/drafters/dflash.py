@@ -47,12 +47,12 @@ class DFlash(Drafter):
 
     def guess(self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor) -> Guesses:
         """See `Drafter.guess`. All blocks are whole, as in drafting, whatever the lengths."""
-        hidden = self.block_states(texts, anchors)  # [A, B, H]
+        states = self.block_states(texts, anchors)  # [A, B, H]
         chain, depth, _ = grid(lengths)
-        return Guesses(anchors[chain], depth, self.logits(hidden[chain, depth + self.first_slot]))
+        return Guesses(anchors[chain], depth, self.logits(states[chain, depth + self.first_slot]))
 
     def block_states(self, texts: Texts, anchors: torch.Tensor) -> torch.Tensor:
-        """Last states of the blocks at the anchors [A]: [A, B, H]."""
+        """States of the blocks before the last norm at the anchors [A]: [A, B, H]."""
         size, count = self.block_size, len(anchors)
         context = self.fuse(texts.features)  # [T, H]
         positions = texts.positions

@@ -11,6 +11,7 @@ Shape legend: as in base.py; r rank of the head.
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from outrider.drafters.base import Guesses, Texts, grid
 from outrider.drafters.config import DrafterConfig
@@ -39,7 +40,7 @@ class MarkovHead(nn.Module):
 
         Args:
             before: int64 [A], the token before each slot.
-            hidden: [A, H], the block's states at the slot.
+            hidden: [A, H], the block's normed states at the slot.
             state: [A, r] of an rnn after the slot before; None at the first.
 
         Returns:
@@ -84,11 +85,11 @@ class DSpark(DFlash):
 
     def guess(self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor) -> Guesses:
         """See `Drafter.guess`; each slot is told the text's own token before it."""
-        hidden = self.block_states(texts, anchors)  # [A, B, H]
+        states = self.norm(self.block_states(texts, anchors))  # [A, B, H], what all heads read
         chain, depth, _ = grid(lengths)
-        kept = hidden[chain, depth]  # [R, H]
+        kept = states[chain, depth]  # [R, H]
         before = texts.token_ids[anchors[chain] + depth]  # [R]
-        logits = self.logits(kept) + self._bias(texts, anchors, lengths, hidden)
+        logits = F.linear(kept, self.head) + self._bias(texts, anchors, lengths, states)
         confidence = None
         if self.confidence_head is not None:
             confidence = self.confidence_head(kept, self.token_state(before))
@@ -101,7 +102,7 @@ class DSpark(DFlash):
         return self.markov_head.markov_w1(before)
 
     def _bias(
-        self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor, hidden: torch.Tensor
+        self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor | float:
         """[R, U], slot by slot only where a state goes along."""
         head = self.markov_head
@@ -110,11 +111,11 @@ class DSpark(DFlash):
         chain, depth, _ = grid(lengths)
         if head.kind != "rnn":
             before = texts.token_ids[anchors[chain] + depth]
-            return head(before, hidden[chain, depth], None)[0]
+            return head(before, states[chain, depth], None)[0]
         last = len(texts.token_ids) - 1
         state, biases = None, []
         for slot in range(int(lengths.max())):
             before = texts.token_ids[(anchors + slot).clamp(max=last)]
-            bias, state = head(before, hidden[:, slot], state)
+            bias, state = head(before, states[:, slot], state)
             biases.append(bias)
         return torch.stack(biases, dim=1)[chain, depth]

@@ -205,6 +205,7 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         logits: torch.Tensor,
     ) -> None:
         firsts = np.cumsum([0, *budgets[:-1]])
+        states = self.drafter.norm(states.to(self._dtype))
         head = self.drafter.markov_head
         if head is None:
             super()._say(seats, budgets, states, logits)
@@ -230,7 +231,7 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
             if memory is not None and len(memory) != len(going):
                 kept = [i for i, budget in enumerate(budgets) if budget > depth - 1]
                 memory = memory[[kept.index(i) for i in going]]
-            bias, memory = head(before, states[rows].to(self._dtype), memory)
+            bias, memory = head(before, states[rows], memory)
             said = logits[rows] + bias.float()
             self.chooser.choose([seats[i] for i in going], [1] * len(going), said)
 
@@ -245,7 +246,7 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
             for token in [int(seat.context.token_ids[-1]), *seat.tokens[:-1]]
         ]
         seen = self.drafter.token_state(torch.tensor(before))
-        chances = head(states.to(self._dtype), seen).float().tolist()
+        chances = head(states, seen).float().tolist()
         for seat, budget in zip(seats, budgets, strict=True):
             seat.chances, chances = chances[:budget], chances[budget:]
 
