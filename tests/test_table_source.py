@@ -124,7 +124,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = tmp_path / "tables"
     found.mkdir()
     monkeypatch.setattr("outrider.tables.find.directories", lambda: iter([found]))
-    monkeypatch.setattr("outrider.drafting.build.directories", lambda: iter([found]))
+    monkeypatch.setattr("outrider.drafting.methods.directories", lambda: iter([found]))
     return found
 
 

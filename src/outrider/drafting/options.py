@@ -25,6 +25,11 @@ def _text(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a name or the path of a file, got {shown(value)}")
 
 
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {shown(value)}")
+
+
 def _or_none(check: Callable[[str, object], object]) -> Callable[[str, object], object]:
     def checked(name: str, value: object) -> None:
         if value is not None:
@@ -56,6 +61,7 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
     "shared_tokens": _integer(0, MAX_BYTES),
     "branches": _integer(1, INT32_MAX),
     "hot_bytes": _integer(0, MAX_BYTES),
+    "parallel_drafting": _flag,
     "path": _or_none(_text),
     "model": _or_none(_text),
 }

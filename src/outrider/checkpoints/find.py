@@ -1,0 +1,38 @@
+"""Drafters that ship, or wait in the cache, for a target."""
+
+import logging
+from pathlib import Path
+
+import outrider
+from outrider.cache import cache_dir
+from outrider.checkpoints.files import read_config
+from outrider.errors import DataError
+
+log = logging.getLogger("outrider")
+
+
+def find_drafter(algorithm: str, fingerprint: str | None) -> Path | None:
+    """The first drafter of this kind made for the target with this tokenizer."""
+    if fingerprint is None:
+        return None
+    for directory in (cache_dir("drafters"), Path(outrider.__file__).parent / "pretrained"):
+        for path in sorted(directory.glob("*/config.json")):
+            try:
+                config = read_config(path.parent)
+            except DataError as error:
+                log.warning("%s", error)
+                continue
+            target, shape = config.get("target") or {}, config.get("drafter") or {}
+            if (target.get("fingerprint"), shape.get("algorithm")) == (fingerprint, algorithm):
+                return path.parent
+    return None
+
+
+def algorithm_at(path: object) -> str | None:
+    """The algorithm of the drafter in a directory; None: it holds none whose config.json tells."""
+    if not isinstance(path, str | Path) or not (Path(path) / "config.json").is_file():
+        return None
+    config = read_config(Path(path))
+    shape = config.get("drafter")
+    named = shape.get("algorithm") if isinstance(shape, dict) else None
+    return named or config.get("speculators_model_type")
