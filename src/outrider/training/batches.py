@@ -13,7 +13,7 @@ import torch
 
 from outrider.drafters.base import Texts
 from outrider.training.dataset import Data
-from outrider.training.features import Features, FeatureShards
+from outrider.training.features import Features, FeatureSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,12 @@ class Pack:
     features: Features
     anchors: torch.Tensor  # int64 [A], ascending
     lengths: torch.Tensor  # int64 [A], tokens to guess at each
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Pack":
+        """The same with its tensors on a device, and features in the type of the products."""
+        features = self.features.to(device)
+        texts = Texts(self.texts.token_ids.to(device), self.texts.starts, features.layers.to(dtype))
+        return Pack(self.places, texts, features, self.anchors.to(device), self.lengths.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ def pack_places(places: list[Place], tokens: int, seed: int, epoch: int) -> list
 def load_pack(
     places: list[Place],
     data: Data,
-    shards: FeatureShards,
+    shards: FeatureSource,
     rule: AnchorRule,
     random: np.random.Generator,
 ) -> Pack:
@@ -126,7 +132,7 @@ class Batches:
     def __init__(
         self,
         data: Data,
-        shards: FeatureShards,
+        shards: FeatureSource,
         places: list[Place],
         rule: AnchorRule,
         tokens_per_pack: int,

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.drafters import Drafter, DrafterConfig, make_drafter
-from outrider.errors import ConfigError
+from outrider.drafters import ALGORITHMS, Drafter, DrafterConfig, make_drafter
+from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Data
-from outrider.training.recipe import Recipe
+from outrider.training.recipe import DrafterShape, Recipe
+
+EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def build_drafter(
@@ -25,8 +27,16 @@ def build_drafter(
     Args:
         target_config: the target's Hugging Face configuration.
         weights: the target's tensors by Hugging Face name.
+
+    Raises:
+        ConfigError: the recipe's drafter does not fit together, or not to the target.
+        ModelError: the target is not laid out as Llama is.
     """
     shape = recipe.drafter
+    _check_shape(shape, mask_token_id)
+    missing = [name for name in (EMBEDDING, LAST_NORM) if name not in weights]
+    if missing:
+        raise ModelError(f"drafters need a target laid out as Llama, this one has no {missing[0]}")
     vocab_size = target_config.vocab_size
     config = DrafterConfig(
         algorithm=shape.algorithm,
@@ -69,8 +79,25 @@ def attach_target(
 ) -> None:
     """Give a drafter the target's embedding and head, in the precision of the products."""
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    embedding = weights["model.embed_tokens.weight"].to(dtype)
+    embedding = weights[EMBEDDING].to(dtype)
     drafter.attach(embedding, weights.get("lm_head.weight", embedding).to(dtype))
+
+
+def _check_shape(shape: DrafterShape, mask_token_id: int | None) -> None:
+    kind = ALGORITHMS.get(shape.algorithm)
+    if kind is None:
+        return  # make_drafter says so
+    least, most = kind.layer_ids_range
+    if not least <= len(shape.target_layer_ids) <= most:
+        wanted = str(least) if least == most else f"{least} to {most}"
+        raise ConfigError(
+            f"{shape.algorithm} reads {wanted} layers of the target, target_layer_ids names "
+            f"{list(shape.target_layer_ids)}"
+        )
+    if kind.needs_mask_token and mask_token_id is None:
+        raise ConfigError(
+            f"{shape.algorithm} needs mask_token: a token of the target that texts never hold"
+        )
 
 
 def rope_theta(config: Any) -> float:
@@ -102,13 +129,13 @@ def _start_from_target(
 ) -> None:
     """Copy the last norm, and for each of our layers the parameters of one of the target's."""
     with torch.no_grad():
-        drafter.norm.weight.copy_(weights["model.norm.weight"])
+        drafter.norm.weight.copy_(weights[LAST_NORM])
         if hasattr(drafter, "fc"):  # start with the deepest features as they are
             fc: torch.Tensor = drafter.fc.weight  # pyright: ignore
             fc[:, -len(fc) :] += torch.eye(len(fc))
         if not copy_layers:
             return
-        layers = drafter.get_submodule("layers")
+        layers = getattr(drafter, "layers", torch.nn.ModuleList())
         assert isinstance(layers, torch.nn.ModuleList)
         if len(copy_layers) != len(layers):
             raise ConfigError(
@@ -116,6 +143,8 @@ def _start_from_target(
                 f"got {list(copy_layers)}"
             )
         for ours, theirs in zip(layers, copy_layers, strict=True):
+            if f"model.layers.{theirs}.input_layernorm.weight" not in weights:
+                raise ConfigError(f"copy_layers names layer {theirs}, which the target lacks")
             for name, parameter in ours.named_parameters():
                 given = weights.get(f"model.layers.{theirs}.{name}")
                 if given is None:

@@ -10,18 +10,22 @@ Shape legend: N tokens of a shard, D texts of it, F feature width, H hidden.
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outrider.errors import DataError
 from outrider.writing import whole_file
+
+if TYPE_CHECKING:
+    from outrider.target.load import LoadedModel
 
 
 @dataclass(slots=True)
@@ -42,8 +46,11 @@ class Shard:
 
     @cached_property
     def _tensors(self) -> dict[str, np.ndarray]:
-        with safe_open(self.path, "numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(self.path, "numpy") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{self.path} cannot be read: {error}") from None
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -119,8 +126,37 @@ def read_header(path: Path, kind: str) -> dict[str, Any]:
 
 
 def write_header(path: Path, kind: str, content: dict[str, Any]) -> None:
-    with whole_file(path) as file:
-        file.write(json.dumps({"kind": kind, **content}, indent=1).encode() + b"\n")
+    """Write a header as `read_header` reads it; its directory is made.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            file.write(json.dumps({"kind": kind, **content}, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_target(data: Data, loaded: "LoadedModel") -> None:
+    """Refuse data whose ids mean something else to a model.
+
+    Raises:
+        DataError: it says what was found and expected.
+    """
+    given, tokenizer = data.header.get("tokenizer"), loaded.tokenizer
+    if given and tokenizer is not None and given != tokenizer.fingerprint:
+        raise DataError(
+            f"{data.directory} holds token ids of the tokenizer {given}, {loaded.name} has "
+            f"{tokenizer.fingerprint}"
+        )
+    largest = max(int(shard.token_ids.max(initial=0)) for shard in data.shards)
+    if largest >= loaded.config["vocab_size"]:
+        raise DataError(
+            f"{data.directory} holds the token id {largest}, {loaded.name} has "
+            f"{loaded.config['vocab_size']} of them"
+        )
 
 
 def write_shard(directory: Path, index: int, samples: Sequence[Sample], names: list[str]) -> None:
@@ -141,7 +177,16 @@ def write_shard(directory: Path, index: int, samples: Sequence[Sample], names: l
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A safetensors file that is whole or not there."""
+    """A safetensors file that is whole or not there.
+
+    Raises:
+        DataError: it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    save_file(tensors, partial)
-    partial.replace(path)
+    try:
+        save_file(tensors, partial)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise DataError(f"cannot write {path}: {error}") from error

@@ -5,8 +5,9 @@ Shape legend: T tokens, F feature width, H hidden.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,18 @@ class Features:
     log_sums: torch.Tensor  # float32 [T], log of the sum of exponentials of those
     best: torch.Tensor  # int32 [T], the target's most likely next token
 
+    def to(self, device: torch.device) -> "Features":
+        """The same on a device."""
+        return Features(*(getattr(self, name).to(device) for name in self.__slots__))
+
+
+class FeatureSource(Protocol):
+    """Where training takes features from: `FeatureShards` reads, `LiveFeatures` computes them."""
+
+    def read(self, shard: int, start: int, end: int) -> Features:
+        """Of the tokens from `start` to `end` of a shard, where a text starts at `start`."""
+        ...
+
 
 class FeatureReader:
     """Runs a target over texts. It owns the target's KV.
@@ -51,7 +64,16 @@ class FeatureReader:
         target.allocate_kv(self._pages)
 
     def read(self, token_ids: np.ndarray) -> Features:
-        """Of one text, int32 [T]."""
+        """Of one text, int32 [T].
+
+        Raises:
+            DataError: it is longer than the target's context.
+        """
+        if len(token_ids) > self.target.max_model_len:
+            raise DataError(
+                f"a text has {len(token_ids)} tokens, the context of {self.target.name} "
+                f"{self.target.max_model_len}"
+            )
         last_layer = self.target.num_layers - 1
         pages = np.arange(self._pages, dtype=np.int32)
         parts = []
@@ -90,6 +112,17 @@ def _joined(parts: list[Features]) -> Features:
     )
 
 
+class LiveFeatures:
+    """Computes features when they are asked for: no disk, and a target forward at every step."""
+
+    def __init__(self, reader: FeatureReader, data: Data) -> None:
+        self._reader, self._data = reader, data
+
+    def read(self, shard: int, start: int, end: int) -> Features:
+        """See `FeatureSource`."""
+        return self._reader.read(self._data.shards[shard].token_ids[start:end])
+
+
 class FeatureShards:
     """A features directory beside its data: random access by text.
 
@@ -111,10 +144,11 @@ class FeatureShards:
         self._places = [stored.index(layer) for layer in layer_ids]
         self._all = self._places == list(range(len(stored)))
         self._files = [
-            safe_open(feature_path(directory, shard), "pt")
-            for shard in data.shards
-            if feature_path(directory, shard).exists()
+            safe_open(path, "pt")
+            for path in takewhile(Path.exists, (feature_path(directory, s) for s in data.shards))
         ]
+        if not self._files:
+            raise DataError(f"{directory} holds no features yet: no features-*.safetensors in it")
 
     def __len__(self) -> int:
         return len(self._files)

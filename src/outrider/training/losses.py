@@ -31,7 +31,7 @@ class LossWeights:
 
     def shares(self, depths: torch.Tensor) -> torch.Tensor:
         """Weight of each guess, float32 [R]."""
-        return torch.exp(-depths / self.decay) if self.decay else torch.ones(len(depths))
+        return torch.exp(-depths / self.decay) if self.decay else torch.ones_like(depths).float()
 
 
 @dataclass(slots=True)

@@ -1,15 +1,22 @@
 """A recipe: everything that decides how a drafter is trained, as one YAML file or Python object."""
 
 import dataclasses
+import runpy
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from outrider.checks import shown
+from outrider.checks import integer, number, shown
 from outrider.errors import ConfigError
 from outrider.training.losses import LossWeights
+
+PACKAGED = Path(__file__).parent.parent / "recipes"
+PRECISIONS = ("bfloat16", "float32")
+LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,10 @@ class DrafterShape:
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     copy_layers: tuple[int, ...] = ()  # layers of the target that ours start from; (): random
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "draft_vocab_size", "num_draft_tokens", "num_modules"):
+            integer(f"drafter.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,21 @@ class Optimisation:
     clip: float = 1.0  # norm of all gradients
     precision: str = "bfloat16"  # of the products; parameters are float32
 
+    def __post_init__(self) -> None:
+        counts = ("steps", "tokens_per_pack", "packs_per_step", "anchors_per_pack")
+        for name in counts:
+            integer(f"training.{name}", getattr(self, name), 1)
+        integer("training.max_length", self.max_length, 4)
+        for name in ("keep_ratio", "keep_min", "final_learning_rate", "warm_up"):
+            number(f"training.{name}", getattr(self, name), 0.0, 1.0)
+        for name in ("learning_rate", "matrix_learning_rate", "clip"):
+            number(f"training.{name}", getattr(self, name), 0.0, LARGEST, open_low=True)
+        number("training.weight_decay", self.weight_decay, 0.0, LARGEST)
+        if self.precision not in PRECISIONS:
+            raise ConfigError(
+                f"training.precision must be one of {list(PRECISIONS)}, got {shown(self.precision)}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -63,21 +89,78 @@ class Recipe:
     held_out: int = 128  # texts that are never trained on
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        integer("held_out", self.held_out, 0)
+        integer("seed", self.seed, 0)
+        for each in fields(self.loss):
+            number(f"loss.{each.name}", getattr(self.loss, each.name), 0.0, LARGEST)
+
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def read_recipe(path: Path) -> Recipe:
-    """A recipe from YAML.
+def packaged_recipes() -> list[str]:
+    """Names of the recipes that come with outrider."""
+    return sorted(path.stem for path in PACKAGED.glob("*.yaml"))
+
+
+def read_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
+    """A recipe by its name, or from a file of YAML or Python (which sets `recipe`).
+
+    Args:
+        changes: values to replace, as ``training.steps=500``.
 
     Raises:
         ConfigError: it cannot be read, or holds an unknown key or a value of the wrong type.
     """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml", ".py"):
+        path = PACKAGED / f"{name}.yaml"
+        if not path.is_file():
+            raise ConfigError(
+                f"no recipe {shown(str(name))}: expected one of {', '.join(packaged_recipes())}, "
+                "or a file that ends in .yaml or .py"
+            )
+    content = _of_python(path) if path.suffix == ".py" else _of_yaml(path)
+    if isinstance(content, Recipe):
+        content = content.as_json()
+    for change in changes:
+        content = _changed(content, change)
+    return recipe_of(content, str(name))
+
+
+def _of_yaml(path: Path) -> Any:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
-    return recipe_of(content, str(path))
+
+
+def _of_python(path: Path) -> Any:
+    try:
+        found = runpy.run_path(str(path))
+    except Exception as error:  # whatever the user's file does
+        raise ConfigError(
+            f"the recipe {path} cannot be run: {type(error).__name__}: {error}"
+        ) from error
+    if "recipe" not in found:
+        raise ConfigError(f"the recipe {path} must set `recipe` to a Recipe or a dict")
+    return found["recipe"]
+
+
+def _changed(content: Any, change: str) -> Any:
+    """The content with one value replaced."""
+    key, equals, text = change.partition("=")
+    if not equals or not isinstance(content, dict):
+        raise ConfigError(f"a change must be KEY=VALUE, as training.steps=500, got {shown(change)}")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {shown(change)} is no YAML: {error}") from None
+    first, dot, rest = key.partition(".")
+    if not dot:
+        return {**content, first: value}
+    return {**content, first: _changed(content.get(first) or {}, f"{rest}={text}")}
 
 
 def recipe_of(content: Any, name: str = "the recipe") -> Recipe:
@@ -106,26 +189,42 @@ def _keys(content: Any, cls: type, name: str) -> dict[str, Any]:
 
 def _made(cls: type, content: Any, name: str) -> Any:
     content = _keys(content, cls, name)
-    values = {}
-    for each in fields(cls):
-        if each.name not in content:
-            continue
-        value = content[each.name]
-        kind = str(each.type).removesuffix(" | None")
-        if kind.startswith("tuple") and isinstance(value, list | tuple):
-            value = tuple(value)
-        elif kind == "float" and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        expected = {"int": int, "float": float, "str": str, "bool": bool}.get(kind)
-        empty = value is None and str(each.type).endswith("None")
-        if (
-            expected
-            and not empty
-            and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
-        ):
-            raise ConfigError(f"{name}: {each.name} must be {kind}, got {shown(value)}")
-        values[each.name] = value
+    values = {
+        each.name: _value(content[each.name], str(each.type), f"{name}: {each.name}")
+        for each in fields(cls)
+        if each.name in content
+    }
     try:
         return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{name.partition(':')[0]}: {error}") from None
     except TypeError as error:
         raise ConfigError(f"{name} is incomplete: {error}") from None
+
+
+def _value(value: Any, kind: str, name: str) -> Any:
+    """The value, if it is of the type that the field is declared with."""
+    plain = kind.removesuffix(" | None")
+    if value is None and plain != kind:
+        return value
+    if plain.startswith("tuple"):
+        given = value if isinstance(value, list | tuple) else [value]
+        return tuple(integer(f"each of {name}", each, -1) for each in given)
+    if plain == "float":
+        value = _as_float(value)
+    expected = {"int": int, "float": float, "str": str, "bool": bool}.get(plain)
+    is_bool = isinstance(value, bool) and expected is not bool
+    if expected and (is_bool or not isinstance(value, expected)):
+        raise ConfigError(f"{name} must be {plain}, got {shown(value)}")
+    return value
+
+
+def _as_float(value: Any) -> Any:
+    """Whole numbers too, and 6e-4, which YAML takes for text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_int else value

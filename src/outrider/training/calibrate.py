@@ -1,0 +1,72 @@
+"""Confidences that mean what they say: one temperature per depth, fitted from left to right.
+
+Sequential temperature scaling (DSpark, arXiv 2607.05147): the chance that a draft survives to a
+depth is the product of the confidences down to it, and the temperature of that depth is the one
+with which this product is best calibrated, those of the depths before it being fixed.
+
+Shape legend: A drafts, K depths.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.training.evaluate import Judged
+
+GRID = torch.logspace(-2, 2, 161, base=2.0)  # 1/4 to 4, with 1 in the middle
+BINS = 20
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Temperatures by depth, and the calibration error of survival before and after, by depth."""
+
+    temperatures: list[float]
+    ece_before: list[float]
+    ece_after: list[float]
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def fit_temperatures(judged: Judged) -> torch.Tensor:
+    """Temperature of each depth, float32 [K]; the confidence is sigmoid(logit / temperature)."""
+    truth = judged.hits.cumprod(dim=1)  # [A, K]
+    survival = torch.ones(len(truth))
+    found = []
+    for depth in range(truth.shape[1]):
+        logits = judged.confidence[:, depth]
+        errors = [
+            expected_error(survival * torch.sigmoid(logits / value), truth[:, depth])
+            for value in GRID
+        ]
+        best = GRID[min(range(len(errors)), key=errors.__getitem__)]
+        found.append(best)
+        survival = survival * torch.sigmoid(logits / best)
+    return torch.stack(found)
+
+
+def calibrate(fitted: Judged, checked: Judged) -> Calibration:
+    """Fit on some drafts, and tell the error on others."""
+    temperatures = fit_temperatures(fitted)
+    plain = torch.ones_like(temperatures)
+    return Calibration(
+        temperatures.tolist(),
+        survival_errors(checked, plain),
+        survival_errors(checked, temperatures),
+    )
+
+
+def survival_errors(judged: Judged, temperatures: torch.Tensor) -> list[float]:
+    """Calibration error of survival at each depth with these temperatures [K]."""
+    said = torch.sigmoid(judged.confidence / temperatures).cumprod(dim=1)
+    truth = judged.hits.cumprod(dim=1)
+    return [expected_error(said[:, k], truth[:, k]) for k in range(truth.shape[1])]
+
+
+def expected_error(said: torch.Tensor, truth: torch.Tensor) -> float:
+    """Expected calibration error of chances [A] against what came [A], in BINS equal bins."""
+    place = (said * BINS).long().clamp(max=BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (said - truth).double())
+    return float(gaps.abs().sum() / max(1, len(said)))

@@ -1,0 +1,317 @@
+"""One run: from a recipe, data and a target to a drafter on disk, with everything it left behind.
+
+run.json      what it is a run of; another recipe or other data is refused
+log.jsonl     what was reported, a JSON object per line
+state.pt      where it goes on; replaced as a whole
+curve.png     the log as a picture, with matplotlib
+drafter/      the result
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.checkpoints import load_drafter, save_drafter
+from outrider.drafters import Drafter
+from outrider.errors import DataError
+from outrider.target.load import LoadedModel, build_target, load_model
+from outrider.training.batches import AnchorRule, Batches, Place, places_of
+from outrider.training.build import attach_target, build_drafter
+from outrider.training.calibrate import Calibration, calibrate
+from outrider.training.checkpoint import STATE, load_state, save_state
+from outrider.training.dataset import Data, check_target, read_header, write_header
+from outrider.training.evaluate import HeldOut, Judged, judge, summarise
+from outrider.training.features import FeatureReader, FeatureShards, FeatureSource, LiveFeatures
+from outrider.training.log import Log
+from outrider.training.plot import draw_curve
+from outrider.training.recipe import Recipe
+from outrider.training.trainer import Report, Trainer, difference
+from outrider.training.world import StopSignals, World
+
+KIND = "outrider training run"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads, and where it writes."""
+
+    data: Path
+    directory: Path
+    features: Path | None = None  # None: computed on the way
+    model: str | None = None
+    device: str = "auto"
+    init_from: Path | None = None  # a drafter to start from
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a run tells and saves; it changes nothing in what is trained."""
+
+    report_every: int = 20  # steps
+    held_out_every: int = 100  # steps
+    save_seconds: float = 300.0
+
+
+@dataclass(slots=True)
+class Moment:
+    """What there is to tell after one step."""
+
+    step: int
+    report: Report | None = None
+    held_out: HeldOut | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """How a run ended; None where no held-out text is long enough."""
+
+    drafter: Path
+    held_out: HeldOut | None
+    calibration: Calibration | None
+    curve: Path | None
+
+
+def split(places: list[Place], held_out: int, seed: int) -> tuple[list[Place], list[Place]]:
+    """Texts to train on, and those held out.
+
+    Raises:
+        DataError: none is left to train on.
+    """
+    if len(places) <= held_out:
+        raise DataError(
+            f"the data holds {len(places)} texts with two tokens to guess or more, expected more "
+            f"than the {held_out} of held_out"
+        )
+    order = np.random.default_rng(seed).permutation(len(places))
+    return [places[i] for i in order[held_out:]], [places[i] for i in order[:held_out]]
+
+
+def feature_source(
+    loaded: LoadedModel, data: Data, layer_ids: tuple[int, ...], directory: Path | None
+) -> tuple[FeatureSource, int | None]:
+    """Where features come from, and how many shards have some; None: all."""
+    if directory is not None:
+        shards = FeatureShards(directory, data, layer_ids)
+        return shards, len(shards)
+    return LiveFeatures(feature_reader(loaded, layer_ids), data), None
+
+
+def feature_reader(loaded: LoadedModel, layer_ids: tuple[int, ...]) -> FeatureReader:
+    """Runs the target over texts for these layers."""
+    target = build_target(loaded)
+    norm = loaded.state_dict()["model.norm.weight"]
+    return FeatureReader(target, layer_ids, norm, loaded.config["rms_norm_eps"])
+
+
+def target_json(loaded: LoadedModel) -> dict[str, Any]:
+    """What a drafter says of its target."""
+    return {
+        "name": loaded.name,
+        "fingerprint": None if loaded.tokenizer is None else loaded.tokenizer.fingerprint,
+        "vocab_size": loaded.config["vocab_size"],
+        "hidden_size": loaded.config["hidden_size"],
+        "num_layers": loaded.config["num_hidden_layers"],
+    }
+
+
+class Run:
+    """A run, new or gone on with.
+
+    Raises:
+        DataError: data, features or the directory cannot be used.
+        ConfigError: the recipe does not fit the target or the number of processes.
+    """
+
+    def __init__(self, recipe: Recipe, inputs: Inputs, world: World = World()) -> None:  # noqa: B008
+        self.recipe, self.inputs, self.world = recipe, inputs, world
+        self._data = Data(inputs.data)
+        self._loaded = load_model(inputs.model, "auto", inputs.device)
+        check_target(self._data, self._loaded)
+        self._source, count = feature_source(
+            self._loaded, self._data, recipe.drafter.target_layer_ids, inputs.features
+        )
+        places = places_of(self._data, recipe.training.max_length, count)
+        train, self._held = split(places, recipe.held_out, recipe.seed)
+        self.num_texts = len(train)
+        self._open(len(places))
+        batches = self._batches(train)
+        self.steps_per_epoch = batches.steps_per_epoch
+        self.trainer = Trainer(
+            self._drafter(), recipe, batches, inputs.directory, world.rank, world.size
+        )
+        state = load_state(inputs.directory)
+        if state is not None:
+            self.trainer.load_state(state)
+        self._log = Log(inputs.directory, self.trainer.step, world.is_first)
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.trainer.drafter
+
+    def steps(self, pace: Pace, stop: StopSignals) -> Iterator[Moment]:
+        """Train to the end or until `stop` has heard a signal; the state is saved in both cases.
+
+        Raises:
+            TrainingError: as `Trainer.advance`; the state that was saved last stays.
+        """
+        trainer, saved = self.trainer, time.monotonic()
+        while trainer.step < trainer.num_steps:
+            trainer.advance()
+            moment = Moment(trainer.step)
+            is_last = trainer.step == trainer.num_steps
+            if trainer.step % pace.report_every == 0 or is_last:
+                moment.report = trainer.report()
+                self._log.add(**asdict(moment.report))
+            if trainer.step % pace.held_out_every == 0 and not is_last and self.world.is_first:
+                moment.held_out = self._judged()[0]
+                if moment.held_out is not None:
+                    self._log.add(step=trainer.step, held_out=moment.held_out.as_json())
+            stopped = self.world.any(stop.number is not None, self.drafter.d2t.device)
+            if is_last or stopped or time.monotonic() - saved > pace.save_seconds:
+                self._save()
+                saved = time.monotonic()
+            yield moment
+            if stopped:
+                return
+
+    def finish(self, provenance: dict[str, Any]) -> Result:
+        """Judge, calibrate and write the drafter; for the first process alone."""
+        held_out, judged = self._judged()
+        calibration = None
+        if judged is not None and len(self._held) > 1:
+            calibration = self._calibrated(judged)
+        directory = self.inputs.directory
+        self._log.add(
+            step=self.trainer.step,
+            final=True,
+            held_out=held_out and held_out.as_json(),
+            calibration=calibration and calibration.as_json(),
+        )
+        about = {
+            **provenance,
+            "recipe": self.recipe.as_json(),
+            "data": self._data.header.get("id"),
+            "num_texts": self.num_texts,
+            "step": self.trainer.step,
+            "num_tokens": self.trainer.num_tokens,
+            "held_out": held_out and held_out.as_json(),
+            "calibration": calibration and calibration.as_json(),
+        }
+        save_drafter(
+            self.drafter, directory / "drafter", target=target_json(self._loaded), provenance=about
+        )
+        return Result(directory / "drafter", held_out, calibration, draw_curve(directory))
+
+    def _judged(self) -> tuple[HeldOut | None, Judged | None]:
+        precision = self.recipe.training.precision
+        judged = judge(
+            self.drafter, self._data, self._source, self._held, self.recipe.loss, precision
+        )
+        if judged is None:
+            return None, None
+        return summarise(judged, self._held, self._data.categories), judged
+
+    def _calibrated(self, judged: Judged) -> Calibration:
+        """Fitted on one half of the held-out texts, checked on the other."""
+        numbers = range(len(self._held))
+        calibration = calibrate(judged.of(numbers[::2]), judged.of(numbers[1::2]))
+        self.drafter.temperatures.copy_(torch.tensor(calibration.temperatures))
+        return calibration
+
+    def _save(self) -> None:
+        if self.world.is_first:
+            save_state(self.inputs.directory, self.trainer.state())
+
+    def _open(self, num_texts: int) -> None:
+        """Make the directory, or make sure that it is one of the same run."""
+        directory, init = self.inputs.directory, self.inputs.init_from
+        about = {
+            "recipe": self.recipe.as_json(),
+            "data": self._data.header.get("id"),
+            "num_texts": num_texts,
+            "target": self._loaded.name,
+            "init_from": init and str(init),
+        }
+        if (directory / "run.json").exists():
+            header = read_header(directory / "run.json", KIND)
+            differs = difference({key: header.get(key) for key in about}, about)
+            if differs:
+                raise DataError(
+                    f"{directory} holds another run; give another directory, or delete it: "
+                    f"{differs}"
+                )
+        elif self.world.is_first:
+            if (directory / STATE).exists():
+                raise DataError(f"{directory} holds the state of a run without its run.json")
+            write_header(directory / "run.json", KIND, about)
+        if self.world.is_first:
+            for left in directory.glob(f".{STATE}.*"):  # of a process that was killed
+                left.unlink()
+
+    def _drafter(self) -> Drafter:
+        """The drafter as training starts."""
+        weights = self._loaded.state_dict()
+        mask = self.recipe.drafter.mask_token
+        drafter = build_drafter(
+            self.recipe,
+            self._data,
+            self._loaded.config_object(),
+            weights,
+            None if mask is None else self._token_id(mask),
+        )
+        if self.inputs.init_from is not None:
+            _start_from(drafter, self.inputs.init_from)
+            attach_target(drafter, weights, self.recipe.training.precision)
+        return drafter.to(self._loaded.device)
+
+    def _token_id(self, token: str) -> int | None:
+        tokenizer = self._loaded.tokenizer
+        found = None if tokenizer is None else tokenizer.token_id(token)
+        if found is None:
+            raise DataError(f"{self._loaded.name} has no token {token!r}, the recipe's mask_token")
+        return found
+
+    def _batches(self, train: list[Place]) -> Batches:
+        settings = self.recipe.training
+        rule = AnchorRule(
+            self.recipe.drafter.num_draft_tokens,
+            settings.anchors_per_pack,
+            settings.keep_ratio,
+            settings.keep_min,
+        )
+        if settings.packs_per_step < self.world.size:
+            raise DataError(
+                f"training.packs_per_step is {settings.packs_per_step}, expected at least one for "
+                f"each of the {self.world.size} processes"
+            )
+        return Batches(
+            self._data,
+            self._source,
+            train,
+            rule,
+            settings.tokens_per_pack,
+            settings.packs_per_step,
+            self.recipe.seed,
+        )
+
+
+def _start_from(drafter: Drafter, path: Path) -> None:
+    """Take the parameters of a drafter on disk.
+
+    Raises:
+        DataError: it is of another shape; the message names what differs.
+    """
+    found = load_drafter(path).drafter
+    differs = difference(found.config.as_json(), drafter.config.as_json())
+    if differs:
+        raise DataError(f"{path} is no start for this recipe: {differs}")
+    state = {
+        name: value.to(drafter.state_dict()[name].dtype)
+        for name, value in found.state_dict().items()
+    }
+    drafter.load_state_dict(state)

@@ -1,0 +1,79 @@
+"""What the tests of training share: a toy target on disk, texts of it, and small recipes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toy_models import VOCAB, toy_model, toy_tokenizer
+
+from outrider.training.dataset import Sample, write_header, write_shard
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '(user)' if m.role == 'user' else '(other)' }}{{ m.content }}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}(bot){% endif %}"
+)
+MASK = "<pad>"
+SHAPES: dict[str, dict[str, Any]] = {  # of the smallest drafters of every algorithm
+    "dspark": {"target_layer_ids": [0, 1], "markov_rank": 8, "confidence_head": True},
+    "dflash": {"target_layer_ids": [0, 1]},
+    "eagle3": {"target_layer_ids": [0, 1]},
+    "peagle": {"target_layer_ids": [0, 1]},
+    "mtp": {"target_layer_ids": [2]},
+    "medusa": {"target_layer_ids": [2]},
+    "pard": {"copy_layers": [0]},
+}
+
+
+def toy_recipe(algorithm: str = "dspark", **training: Any) -> dict[str, Any]:
+    """A recipe as plain objects, for the toy target."""
+    shape = {"algorithm": algorithm, "draft_vocab_size": 64, "num_draft_tokens": 3}
+    return {
+        "drafter": {**shape, "mask_token": MASK, **SHAPES[algorithm]},
+        "training": {
+            "steps": 6,
+            "tokens_per_pack": 128,
+            "packs_per_step": 2,
+            "anchors_per_pack": 32,
+            "precision": "float32",
+            **training,
+        },
+        "held_out": 4,
+    }
+
+
+def write_target(directory: Path, template: str | None = TEMPLATE) -> Path:
+    """A random Llama with its tokenizer as a Hugging Face directory."""
+    toy_model("llama", tie_word_embeddings=True).save_pretrained(directory)
+    toy_tokenizer(template).save_pretrained(directory)
+    return directory
+
+
+def write_data(directory: Path, num_shards: int = 2, texts: int = 10) -> Path:
+    """Random texts of two categories, greedy and sampled."""
+    random = np.random.default_rng(0)
+    names = ["chat", "code"]
+    directory.mkdir(parents=True, exist_ok=True)
+    for index in range(num_shards):
+        samples = [
+            Sample(
+                names[number % 2],
+                float(number % 3 == 0),
+                random.integers(3, VOCAB, 5).tolist(),
+                random.integers(3, VOCAB, int(random.integers(12, 40))).tolist(),
+            )
+            for number in range(texts)
+        ]
+        write_shard(directory, index, samples, names)
+    write_header(
+        directory / "data.json", "outrider training data", {"id": "t", "categories": names}
+    )
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def quiet_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No hub, and no cache but the test's own; sums in one order."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.manual_seed(0)
