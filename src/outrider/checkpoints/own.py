@@ -30,11 +30,11 @@ def read(directory: Path, config: dict[str, Any]) -> Drafter:
             f"{directory} is of version {shown(config.get('version'))} of the format of drafters, "
             f"expected {VERSION}"
         )
-    shape = config.get("drafter")
-    if not isinstance(shape, dict):
-        raise DataError(f"config.json of {directory} has no object named drafter")
+    for name in ("drafter", "target", "provenance"):
+        if not isinstance(config.get(name), dict):
+            raise DataError(f"config.json of {directory} has no object named {name}")
     try:
-        found = DrafterConfig.from_json(shape)
+        found = DrafterConfig.from_json(config["drafter"])
     except (ConfigError, TypeError, AttributeError) as error:
         raise DataError(f"config.json of {directory}: {error}") from None
     return build_from(found, read_tensors(directory), directory)

@@ -83,11 +83,14 @@ class Drafter(nn.Module):
         self.register_buffer("own_head", None)
 
     def attach(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        """Take the target's embedding [V, H] and head [V, H], as far as it has none of its own."""
-        own = self.own_embedding
-        self.embedding = embedding if own is None else own.to(embedding.dtype)
-        own = self.own_head
-        self.head = head[self.d2t] if own is None else own.to(head.dtype)
+        """Take the target's embedding [V, H] and head [V, H], as far as it has none of its own.
+
+        One of its own that is the same as the target's is dropped.
+        """
+        self.own_embedding = _different(self.own_embedding, embedding)
+        self.embedding = embedding if self.own_embedding is None else self.own_embedding
+        self.own_head = _different(self.own_head, head[self.d2t])
+        self.head = head[self.d2t] if self.own_head is None else self.own_head
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.embedding)
@@ -105,6 +108,13 @@ class Drafter(nn.Module):
             lengths: int64 [A], tokens to guess at each, from 1 on.
         """
         raise NotImplementedError
+
+
+def _different(own: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor | None:
+    """`own` in the number format of `given`; None where it is the same, rounded as it was."""
+    if own is None or own.equal(given.to(own)):
+        return None
+    return own.to(given)
 
 
 def grid(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
