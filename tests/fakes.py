@@ -42,6 +42,11 @@ class FakeTarget:
         self.device = torch.device("cpu")
         self.deterministic = True
         self.kv_bytes_per_token = 8
+        random = np.random.default_rng(5)
+        self.embedding, self.head = (
+            torch.from_numpy(random.normal(size=(vocab_size, 4)).astype(np.float32))
+            for _ in range(2)
+        )
         self.sharpness = sharpness
         self.num_forwards = 0
         self.num_rows: list[int] = []

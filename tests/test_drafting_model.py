@@ -5,12 +5,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from fakes import ALPHABET, ROOT, FakeTarget, make_engine, path_hash, run
+from neural_cases import KINDS, toy_drafter
 from table_cases import texts, toy_table
 from tokenizers.models import WordLevel
 
 from outrider.drafting.draft_model import DraftModelSource
 from outrider.drafting.lookup import LookupSource
+from outrider.drafting.neural import NeuralSource
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.scripted import ScriptedSource
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
@@ -234,6 +237,8 @@ SOURCES: dict[str, Callable[[], list[DraftSource]]] = {
     "table tree": lambda: [TableSource(toy_table(texts(vocab_size=V), V), 9, branches=3)],
     "lookup and table": lambda: [LookupSource(), TableSource(toy_table(texts(vocab_size=V), V))],
     "all": lambda: [LookupSource(), PredictedSource(), DraftModelSource(FakeTarget(V), 2)],
+    **{kind: lambda kind=kind: [NeuralSource(toy_drafter(kind, V, V // 2))] for kind in KINDS},
+    "trained and lookup": lambda: [LookupSource(), NeuralSource(toy_drafter("dspark", V))],
 }
 PARAMS = [
     GREEDY,
@@ -265,7 +270,7 @@ def test_every_source_gives_the_plain_text_and_its_memory_back(
     preempted = sum(result.metrics.num_preemptions for result in fast.values())
     assert (preempted > 0) == (kv_cache_tokens == 80)
     for source in sources:
-        if isinstance(source, DraftModelSource):
+        if isinstance(source, DraftModelSource | NeuralSource):
             source.check_integrity()
             assert source._arena.owners == []
         assert getattr(source, "_requests", {}) == {}
@@ -287,7 +292,7 @@ def first_two(target: FakeTarget, prompt: list[int]) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["invariant", "rejection", "block"])
-@pytest.mark.parametrize("name", ["lookup", "draft model", "table"])
+@pytest.mark.parametrize("name", ["lookup", "draft model", "table", *KINDS])
 def test_the_distribution_is_the_targets(name: str, rule: str) -> None:
     target, prompt = FakeTarget(5, sharpness=0.8), [1, 2, 3, 1, 4, 2, 1]
     source: DraftSource = LookupSource(num_speculative_tokens=3, min_survival=0)
@@ -296,6 +301,10 @@ def test_the_distribution_is_the_targets(name: str, rule: str) -> None:
     if name == "table":
         branches = 1 if rule == "block" else 3
         source = TableSource(toy_table(texts(vocab_size=5), 5), 6, branches, min_survival=0)
+    if name in KINDS:  # it knows three of the five tokens
+        drafter = toy_drafter(name, 5, 3, num_draft_tokens=3)
+        drafter.d2t = torch.tensor([0, 2, 3])
+        source = NeuralSource(drafter, rule=rule)
     engine = make_engine(
         [source], target, tokenizer=None, eos_token_ids=(), verifier=make_verifier(rule, ())
     )

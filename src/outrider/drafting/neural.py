@@ -102,7 +102,8 @@ class NeuralSource(DraftSource):
         stack = make_stack(self.drafter, target)
         wants_probs = self._rule != "invariant"
         eos = getattr(tokenizer, "eos_token_id", None)
-        chooser = Chooser(self.drafter.d2t, () if eos is None else (eos,), wants_probs)
+        eos_ids = () if eos is None else (eos,)
+        chooser = Chooser(self.drafter.d2t, config.vocab_size, eos_ids, wants_probs)
         self._rollout = make_rollout(self.drafter, stack, chooser)
         longest = min(config.max_position, target.max_model_len) + self.max_draft_tokens
         num_pages = max_num_seqs * pages_for(longest)
@@ -192,14 +193,9 @@ class NeuralSource(DraftSource):
     def _draft(self, seat: Seat) -> Draft:
         temperatures = self._temperatures[: len(seat.tokens)]
         logits = np.array(seat.chances) / np.array(temperatures)
-        probs = None
-        if seat.probs:
-            drafter = self.drafter
-            probs = torch.zeros(len(seat.probs), drafter.config.vocab_size)
-            probs[:, drafter.d2t] = torch.stack(seat.probs)
         return Draft(
             token_ids=seat.tokens,
-            probs=probs,
+            probs=torch.stack(seat.probs) if seat.probs else None,
             confidence=(1 / (1 + np.exp(-logits))).tolist(),
             source=self.name,
         )

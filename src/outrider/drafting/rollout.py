@@ -45,7 +45,7 @@ class Seat:
     page_table: np.ndarray = field(default_factory=lambda: NO_PAGES)
     tokens: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)  # logit of being accepted, per token
-    probs: list[torch.Tensor] = field(default_factory=list)  # [U] each token was drawn from
+    probs: list[torch.Tensor] = field(default_factory=list)  # [V] each token was drawn from
 
     def token_at(self, place: int, count: int) -> np.ndarray:
         return self.context.token_ids[place : place + count]
@@ -54,8 +54,16 @@ class Seat:
 class Chooser:
     """Turns logits of the drafter into draft tokens, with the noise of the target's choice."""
 
-    def __init__(self, d2t: torch.Tensor, eos_token_ids: Sequence[int], wants_probs: bool) -> None:
+    def __init__(
+        self,
+        d2t: torch.Tensor,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        wants_probs: bool,
+    ) -> None:
+        self._d2t = d2t
         self._id_map = d2t.cpu().numpy().astype(np.int32)
+        self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._wants_probs = wants_probs
 
@@ -78,14 +86,22 @@ class Chooser:
                 )
             )
             first += count
-        tokens, probs = draw_drafts(logits, groups, self._id_map)
+        wide = None
+        if self._wants_probs or any(group.needs_edits for group in groups):
+            # Edits and distributions speak of the target's ids.
+            wide = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+            wide[:, self._d2t] = logits
+        if wide is None:
+            tokens, probs = draw_drafts(logits, groups, self._id_map)
+        else:
+            tokens, probs = draw_drafts(wide, groups)
         chances = np.log(np.clip(probs, 1e-6, 1 - 1e-6) / (1 - np.clip(probs, 1e-6, 1 - 1e-6)))
         for seat, group in zip(seats, groups, strict=True):
             rows = slice(group.first_row, group.first_row + group.num_rows)
             seat.tokens += tokens[rows].tolist()
             seat.chances += chances[rows].tolist()
-            if self._wants_probs and not seat.context.params.is_greedy:
-                seat.probs += list(target_probs(logits, group))
+            if wide is not None and self._wants_probs and not seat.context.params.is_greedy:
+                seat.probs += list(target_probs(wide, group))
 
 
 def ragged(

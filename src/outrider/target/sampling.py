@@ -56,7 +56,8 @@ def draw_drafts(
     often as the distributions overlap. A serial drafter passes groups of one row whose
     ``token_ids`` end with what it has drafted; a parallel one passes -1 for the draft ids it
     does not know yet. ``id_map`` int32 [C] gives the target's id of each column of a reduced
-    draft vocabulary; tokens are the target's ids either way. The probability is that of the
+    draft vocabulary; tokens are the target's ids either way, and groups that need edits take
+    logits of all of them. The probability is that of the
     warped distribution; of a greedy request, that at temperature 1.
     """
     return _sample(logits, groups, id_map, True)
@@ -130,7 +131,8 @@ def _sample(
         assert first + count <= num_rows, (first, count, num_rows)
         where = slice(first, first + count)
         if group.needs_edits:
-            edited.append((where, _edited(logits[where], group, id_map)))
+            assert id_map is None, "edits speak of the target's ids"
+            edited.append((where, _edited(logits[where], group)))
             packed[where] = group.packed(*_place(edited[-1][1]))
         else:
             packed[where] = group.packed(address + first * stride, stride)
@@ -165,19 +167,10 @@ def _sample_plainly(
     return tokens, probs
 
 
-def _edited(
-    logits: torch.Tensor, group: RowGroup, id_map: np.ndarray | None = None
-) -> torch.Tensor:
+def _edited(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
     """A copy of one group's rows with its edits applied, on the same device."""
     values = logits.detach().cpu().numpy().copy()
-    if id_map is None:
-        edit_logits(values, group)
-    else:
-        # Edits speak of the target's ids: spread the columns out and bring them back.
-        wide = np.full((len(values), int(id_map.max()) + 1), -np.inf, np.float32)
-        wide[:, id_map] = values
-        edit_logits(wide, group)
-        values = np.ascontiguousarray(wide[:, id_map])
+    edit_logits(values, group)
     return torch.from_numpy(values).to(logits.device)
 
 
