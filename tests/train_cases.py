@@ -1,5 +1,6 @@
 """What the tests of training share: a toy target on disk, texts of it, and small recipes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,10 @@ def write_data(directory: Path, num_shards: int = 2, texts: int = 10) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quiet_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No hub, and no cache but the test's own; sums in one order."""
+def quiet_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No hub; one thread, for two wait longer for each other than toys take."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -190,3 +190,12 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         with suppress(OSError):
             partial.unlink()
         raise DataError(f"cannot write {path}: {error}") from error
+
+
+def difference(old: Any, new: Any, path: str = "") -> str:
+    """What differs between two headers, by key; empty where nothing does."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [difference(old.get(k), new.get(k), f"{path}.{k}") for k in {*old, *new}]
+        return "; ".join(sorted(part for part in parts if part))
+    same = old == new or (isinstance(old, list | tuple) and list(old) == list(new))
+    return "" if same else f"{path[1:]} was {old}, is {new}"

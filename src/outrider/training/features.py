@@ -3,9 +3,9 @@
 Shape legend: T tokens, F feature width, H hidden.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,17 @@ from torch.nn import functional as F
 from outrider.errors import DataError
 from outrider.target.base import ForwardBatch, Target
 from outrider.target.kv import pages_for
-from outrider.training.dataset import Data, Shard, read_header, write_header, write_tensors
+from outrider.training.dataset import (
+    Data,
+    Shard,
+    difference,
+    read_header,
+    write_header,
+    write_tensors,
+)
 
 KIND = "outrider training features"
+COMPARED = ("data", "layer_ids", "hidden_size", "target")
 ROWS = 256  # of one forward
 
 
@@ -145,7 +153,9 @@ class FeatureShards:
         self._all = self._places == list(range(len(stored)))
         self._files = [
             safe_open(path, "pt")
-            for path in takewhile(Path.exists, (feature_path(directory, s) for s in data.shards))
+            for path in itertools.takewhile(
+                Path.exists, (feature_path(directory, s) for s in data.shards)
+            )
         ]
         if not self._files:
             raise DataError(f"{directory} holds no features yet: no features-*.safetensors in it")
@@ -174,38 +184,48 @@ def bytes_per_token(num_layers: int, hidden_size: int) -> int:
     return 2 * hidden_size * (num_layers + 1) + 8
 
 
-def write_features(
-    reader: FeatureReader, data: Data, directory: Path, provenance: dict[str, Any]
-) -> Iterator[int]:
+def shards_to_do(directory: Path, data: Data) -> list[Shard]:
+    """Shards of the data whose features are not there yet."""
+    return [shard for shard in data.shards if not feature_path(directory, shard).exists()]
+
+
+def open_features(directory: Path, data: Data, about: dict[str, Any]) -> None:
+    """Make a features directory, or make sure that one which is there is of the same kind.
+
+    Raises:
+        DataError: it holds features of other data or other layers, or cannot be written.
+    """
+    path = directory / "features.json"
+    about = {"data": data.header.get("id"), **about}
+    if not path.exists():
+        write_header(path, KIND, about)
+        return
+    header = read_header(path, KIND)
+    differs = difference(
+        {key: header.get(key) for key in COMPARED}, {k: about[k] for k in COMPARED}
+    )
+    if differs:
+        raise DataError(f"{directory} holds other features; give another directory: {differs}")
+
+
+def write_features(reader: FeatureReader, data: Data, directory: Path) -> Iterator[int]:
     """Write what is not there yet, shard by shard; yields the tokens done after each text.
 
     A shard that was written whole before is kept, so that a kill loses one at most.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    header = {
-        "data": data.header.get("id"),
-        "layer_ids": list(reader.layer_ids),
-        "hidden_size": reader.target.hidden_size,
-        "target": reader.target.name,
-        **provenance,
-    }
-    write_header(directory / "features.json", KIND, header)
-    for shard in data.shards:
-        path = feature_path(directory, shard)
-        if path.exists():
-            yield len(shard.token_ids)
-            continue
-        parts = []
-        for start, end in zip(shard.starts[:-1], shard.starts[1:], strict=True):
-            parts.append(reader.read(shard.token_ids[start:end]))
-            yield int(end - start)
-        whole = _joined(parts)
-        write_tensors(
-            path,
-            {
-                "layers": whole.layers,
-                "last": whole.last,
-                "log_sums": whole.log_sums,
-                "best": whole.best,
-            },
+    for shard in shards_to_do(directory, data):
+        total = len(shard.token_ids)
+        width, last = len(reader.layer_ids) * reader.target.hidden_size, reader.target.hidden_size
+        whole = Features(
+            torch.empty(total, width, dtype=torch.bfloat16),
+            torch.empty(total, last, dtype=torch.bfloat16),
+            torch.empty(total),
+            torch.empty(total, dtype=torch.int32),
         )
+        for start, end in itertools.pairwise(shard.starts.tolist()):
+            part = reader.read(shard.token_ids[start:end])
+            for name in Features.__slots__:
+                getattr(whole, name)[start:end] = getattr(part, name)
+            yield end - start
+        tensors = {name: getattr(whole, name) for name in Features.__slots__}
+        write_tensors(feature_path(directory, shard), tensors)

@@ -190,7 +190,7 @@ def _keys(content: Any, cls: type, name: str) -> dict[str, Any]:
 def _made(cls: type, content: Any, name: str) -> Any:
     content = _keys(content, cls, name)
     values = {
-        each.name: _value(content[each.name], str(each.type), f"{name}: {each.name}")
+        each.name: _value(content[each.name], _kind(each.type), f"{name}: {each.name}")
         for each in fields(cls)
         if each.name in content
     }
@@ -200,6 +200,11 @@ def _made(cls: type, content: Any, name: str) -> Any:
         raise ConfigError(f"{name.partition(':')[0]}: {error}") from None
     except TypeError as error:
         raise ConfigError(f"{name} is incomplete: {error}") from None
+
+
+def _kind(declared: Any) -> str:
+    """The type of a field as it is written."""
+    return declared.__name__ if declared in (int, float, str, bool) else str(declared)
 
 
 def _value(value: Any, kind: str, name: str) -> Any:

@@ -24,13 +24,13 @@ from outrider.training.batches import AnchorRule, Batches, Place, places_of
 from outrider.training.build import attach_target, build_drafter
 from outrider.training.calibrate import Calibration, calibrate
 from outrider.training.checkpoint import STATE, load_state, save_state
-from outrider.training.dataset import Data, check_target, read_header, write_header
+from outrider.training.dataset import Data, check_target, difference, read_header, write_header
 from outrider.training.evaluate import HeldOut, Judged, judge, summarise
 from outrider.training.features import FeatureReader, FeatureShards, FeatureSource, LiveFeatures
 from outrider.training.log import Log
 from outrider.training.plot import draw_curve
 from outrider.training.recipe import Recipe
-from outrider.training.trainer import Report, Trainer, difference
+from outrider.training.trainer import Report, Trainer
 from outrider.training.world import StopSignals, World
 
 KIND = "outrider training run"

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from outrider.drafters import Drafter
 from outrider.errors import TrainingError
 from outrider.training.batches import Batches, Pack, Place
+from outrider.training.dataset import difference
 from outrider.training.losses import Losses, LossWeights, Wanted, losses
 from outrider.training.optimizers import make_optimizers, share_of_rate
 from outrider.training.recipe import Recipe
@@ -270,11 +271,3 @@ def _add(
     sums.by_depth[0].index_add_(0, depths, found.agrees.float())
     sums.by_depth[1].index_add_(0, depths, found.acceptance)
     sums.by_depth[2].index_add_(0, depths, torch.ones_like(found.acceptance))
-
-
-def difference(old: Any, new: Any, path: str = "") -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        parts = [difference(old.get(k), new.get(k), f"{path}.{k}") for k in {*old, *new}]
-        return "; ".join(sorted(part for part in parts if part))
-    same = old == new or (isinstance(old, list | tuple) and list(old) == list(new))
-    return "" if same else f"{path[1:]} was {old}, is {new}"
