@@ -96,17 +96,17 @@ def _portion(
     chains, length, heads, dim = query.shape
     groups, context = keys.shape[1], keys.shape[0]
     share = heads // groups
-    by_group = query.unflatten(2, (groups, share))  # [A, L, G, S, D]
-    flat = by_group.permute(2, 0, 1, 3, 4).flatten(1, 3)  # [G, A * L * S, D]
-    far = (flat @ keys.permute(1, 2, 0)).view(groups, chains, length * share, context)
+    by_group = (query * dim**-0.5).unflatten(2, (groups, share)).permute(2, 0, 1, 3, 4)
+    paired = by_group.flatten(2, 3)  # [G, A, L * S, D]
+    far = (paired.flatten(1, 2) @ keys.permute(1, 2, 0)).view(groups, chains, -1, context)
     hidden = torch.arange(context, device=limits.device) >= limits[:, None]  # [A, N]
-    far = far.float().masked_fill(hidden[None, :, None], -torch.inf)
-    paired = by_group.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [G, A, L * S, D]
-    near = (paired @ own_keys.permute(2, 0, 3, 1)).float()  # [G, A, L * S, M]
+    far = far.masked_fill_(hidden[None, :, None], -torch.inf)
+    near = paired @ own_keys.permute(2, 0, 3, 1)  # [G, A, L * S, M]
     if own_mask is not None:
         visible = own_mask.expand(chains, length, -1).repeat_interleave(share, dim=1)
-        near = near.masked_fill(~visible[None], -torch.inf)
-    weights = torch.softmax(torch.cat([far, near], dim=-1) * dim**-0.5, dim=-1).to(query.dtype)
+        near = near.masked_fill_(~visible[None], -torch.inf)
+    scores = torch.cat([far, near], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     far, near = weights[..., :context], weights[..., context:]
     found = (far.flatten(1, 2) @ values.transpose(0, 1)).view_as(paired)
     found = found + near @ own_values.permute(2, 0, 1, 3)
