@@ -19,15 +19,26 @@ from outrider.checkpoints import load_drafter
 from outrider.drafters.base import Guesses
 from outrider.errors import ConfigError, DataError, TrainingError
 from outrider.target.load import load_model
-from outrider.training.batches import Place
-from outrider.training.calibrate import calibrate, expected_error, fit_temperatures, survival_errors
+from outrider.training.batches import Place, split
+from outrider.training.calibrate import (
+    expected_error,
+    fit_and_check,
+    fit_temperatures,
+    survival_errors,
+)
 from outrider.training.checkpoint import STATE, load_state, save_state
 from outrider.training.dataset import Data, write_header, write_tensors
 from outrider.training.evaluate import Judged, confidence_logits, summarise
-from outrider.training.features import FeatureShards, LiveFeatures, open_features, write_features
+from outrider.training.features import (
+    FeatureShards,
+    LiveFeatures,
+    feature_reader,
+    open_features,
+    write_features,
+)
 from outrider.training.log import Log, read_log
 from outrider.training.recipe import read_recipe, recipe_of
-from outrider.training.run import Inputs, Pace, Run, feature_reader, split
+from outrider.training.run import Inputs, Pace, Run
 from outrider.training.world import StopSignals
 
 __all__ = ["quiet_torch"]
@@ -364,7 +375,7 @@ def test_temperatures_undo_confidence_that_is_too_sure() -> None:
     found = fit_temperatures(judged)
     assert torch.allclose(found, factors, rtol=0.15)
     numbers = range(20_000)
-    done = calibrate(judged.of(numbers[::2]), judged.of(numbers[1::2]))
+    done = fit_and_check(judged.of(numbers[::2]), judged.of(numbers[1::2]))
     assert max(done.ece_after) < 0.02 < max(done.ece_before)
     assert done.ece_before == survival_errors(judged.of(numbers[1::2]), torch.ones(3))
 

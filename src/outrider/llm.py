@@ -17,6 +17,7 @@ from outrider.drafting.build import SpeculativeConfig, build_sources, check_conf
 from outrider.engine.engine import Engine, check_sizes
 from outrider.engine.verification import make_verifier
 from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
+from outrider.policy.planner import Policy
 from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
@@ -63,6 +64,7 @@ class LLM:
         target: a target that is already loaded, instead of `model`; `tokenizer` is then an object.
         eos_token_ids: what ends a text, an id or several; default: the model's own, with `target`
             the tokenizer's.
+        policy: decides which draft tokens go to the target; default: the planner, by what pays.
 
     Raises:
         ModelError: the model is unknown or cannot be run exactly; the message says why.
@@ -86,6 +88,7 @@ class LLM:
         num_threads: int | None = None,
         target: Target | None = None,
         eos_token_ids: int | Sequence[int] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         if num_threads is not None:
             _set_num_threads(num_threads)
@@ -127,6 +130,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_tokens=kv_cache_tokens,
             max_model_len=max_model_len,
+            planner=policy,
             seed=seed,
         )
         self._ids = itertools.count()

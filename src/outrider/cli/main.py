@@ -22,7 +22,7 @@ COMMANDS = ("generate", "chat", "compare", "demo")
 GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
     "bench": ("peers",),  # runs on its own too
     "table": ("build", "inspect", "coverage", "merge", "prune"),
-    "train": ("run",),
+    "train": ("data", "features", "run", "eval", "calibrate"),
 }
 
 app = typer.Typer(

@@ -5,12 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.train_data import data as data
+from outrider.cli.train_eval import calibrate as calibrate
+from outrider.cli.train_eval import evaluate
+from outrider.cli.train_features import features as features
 from outrider.cli.train_options import DataPath, FeaturesPath, TargetOptions, about
 
 if TYPE_CHECKING:
     from outrider.training.run import Pace, Run
 
 SAVE_MINUTES = 5.0
+eval = evaluate
 
 
 def train(context: typer.Context) -> None:

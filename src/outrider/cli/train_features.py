@@ -31,8 +31,12 @@ def features(
     """Run the target over all texts once, so that training need not."""
     from outrider.cli.console import messages
     from outrider.training.dataset import Data, check_target
-    from outrider.training.features import open_features, shards_to_do, write_features
-    from outrider.training.run import feature_reader
+    from outrider.training.features import (
+        feature_reader,
+        open_features,
+        shards_to_do,
+        write_features,
+    )
 
     numbers = layer_numbers(layers)
     texts = Data(data)

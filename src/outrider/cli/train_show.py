@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.training.evaluate import HeldOut
+    from outrider.training.rollouts import Rollouts
     from outrider.training.run import Moment, Result
     from outrider.training.trainer import Report
 
@@ -82,3 +83,30 @@ def print_result(console: "Console", result: "Result") -> None:
         console.print(f"calibration error of survival: {before:.1%}, with temperatures {after:.1%}")
     curve = "" if result.curve is None else f", curve: {result.curve}"
     console.print(f"drafter: {result.drafter}{curve}", soft_wrap=True)
+
+
+def print_rollouts(console: "Console", found: "Rollouts") -> None:
+    """Acceptance by category as a table, and loops under it."""
+    from rich.table import Table
+
+    table = Table(
+        "category", "prompts", "steps", "tokens per step", "95 %", "each depth, given those before"
+    )
+    for kind in found.kinds:
+        table.add_row(
+            kind.category,
+            str(kind.num_prompts),
+            f"{kind.num_steps:,}",
+            f"{kind.length.value:.2f}",
+            f"{kind.length.low:.2f}–{kind.length.high:.2f}",
+            " ".join(f"{share:.2f}" for share in kind.conditional),
+        )
+    console.print(table)
+    loops = found.loops
+    if loops.num_looping:
+        console.print(
+            f"{loops.num_looping} of {loops.num_answers} answers end in a loop: "
+            f"{loops.token_share:.0%} of the tokens, {loops.length:.2f} per step there, left out "
+            "above",
+            soft_wrap=True,
+        )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from outrider.drafters.base import Texts
+from outrider.errors import DataError
 from outrider.training.dataset import Data
 from outrider.training.features import Features, FeatureSource
 
@@ -81,6 +82,21 @@ def places_of(data: Data, max_length: int, num_shards: int | None = None) -> lis
                 parts = (prompts[index], temperatures[index] == 0, categories[index])
                 places.append(Place(number, index, start, end, *parts))
     return places
+
+
+def split(places: list[Place], held_out: int, seed: int) -> tuple[list[Place], list[Place]]:
+    """Texts to train on, and those held out.
+
+    Raises:
+        DataError: none is left to train on.
+    """
+    if len(places) <= held_out:
+        raise DataError(
+            f"the data holds {len(places)} texts with two tokens to guess or more, expected more "
+            f"than the {held_out} of held_out"
+        )
+    order = np.random.default_rng(seed).permutation(len(places))
+    return [places[i] for i in order[held_out:]], [places[i] for i in order[:held_out]]
 
 
 def pack_places(places: list[Place], tokens: int, seed: int, epoch: int) -> list[list[Place]]:

@@ -8,11 +8,22 @@ Shape legend: A drafts, K depths.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from outrider.training.evaluate import Judged
+from outrider.checkpoints import LoadedDrafter, save_drafter
+from outrider.drafters import Drafter
+from outrider.errors import DataError
+from outrider.target.load import LoadedModel
+from outrider.training.batches import places_of, split
+from outrider.training.build import attach_target
+from outrider.training.dataset import Data, check_target
+from outrider.training.evaluate import Judged, judge
+from outrider.training.features import feature_source
+from outrider.training.losses import LossWeights
+from outrider.training.recipe import Optimisation
 
 GRID = torch.logspace(-2, 2, 161, base=2.0)  # 1/4 to 4, with 1 in the middle
 BINS = 20
@@ -47,7 +58,47 @@ def fit_temperatures(judged: Judged) -> torch.Tensor:
     return torch.stack(found)
 
 
-def calibrate(fitted: Judged, checked: Judged) -> Calibration:
+def calibrate(drafter: Drafter, judged: Judged, num_texts: int) -> Calibration:
+    """Fit on every other text, tell the error on the rest, and set the drafter's temperatures."""
+    numbers = range(num_texts)
+    found = fit_and_check(judged.of(numbers[::2]), judged.of(numbers[1::2]))
+    with torch.no_grad():
+        drafter.temperatures.copy_(torch.tensor(found.temperatures))
+    return found
+
+
+def recalibrate(
+    loaded: LoadedDrafter,
+    directory: Path,
+    data: Data,
+    model: LoadedModel,
+    features: Path | None,
+    held_out: int,
+    seed: int,
+) -> Calibration:
+    """Calibrate a drafter on disk anew, and write it there again.
+
+    Raises:
+        DataError: data, features or target do not fit it.
+    """
+    drafter, settings = loaded.drafter, Optimisation()
+    recipe = loaded.config.get("provenance", {}).get("recipe", {}).get("training", {})
+    check_target(data, model)
+    source, count = feature_source(model, data, drafter.config.target_layer_ids, features)
+    places = places_of(data, recipe.get("max_length", settings.max_length), count)
+    _, held = split(places, held_out, seed)
+    attach_target(drafter, model.state_dict(), "bfloat16")
+    drafter.to(model.device)
+    judged = judge(drafter, data, source, held, LossWeights())
+    if judged is None:
+        raise DataError(f"no held-out text of {data.directory} is long enough for a whole draft")
+    found = calibrate(drafter, judged, len(held))
+    about = {**loaded.config.get("provenance", {}), "calibration": found.as_json()}
+    save_drafter(drafter, directory, target=loaded.target, provenance=about)
+    return found
+
+
+def fit_and_check(fitted: Judged, checked: Judged) -> Calibration:
     """Fit on some drafts, and tell the error on others."""
     temperatures = fit_temperatures(fitted)
     plain = torch.ones_like(temperatures)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from outrider.errors import DataError
 from outrider.target.base import ForwardBatch, Target
 from outrider.target.kv import pages_for
+from outrider.target.load import LoadedModel, build_target
 from outrider.training.dataset import (
     Data,
     Shard,
@@ -173,6 +174,23 @@ class FeatureShards:
             parts = layers.unflatten(1, (-1, self._width))
             layers = parts[:, self._places].flatten(1)
         return Features(layers, last, log_sums, best)
+
+
+def feature_source(
+    loaded: LoadedModel, data: Data, layer_ids: tuple[int, ...], directory: Path | None
+) -> tuple[FeatureSource, int | None]:
+    """Where features come from, and how many shards have some; None: all."""
+    if directory is not None:
+        shards = FeatureShards(directory, data, layer_ids)
+        return shards, len(shards)
+    return LiveFeatures(feature_reader(loaded, layer_ids), data), None
+
+
+def feature_reader(loaded: LoadedModel, layer_ids: tuple[int, ...]) -> FeatureReader:
+    """Runs the target over texts for these layers."""
+    target = build_target(loaded)
+    norm = loaded.state_dict()["model.norm.weight"]
+    return FeatureReader(target, layer_ids, norm, loaded.config["rms_norm_eps"])
 
 
 def feature_path(directory: Path, shard: Shard) -> Path:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.repetition import loop_start
@@ -86,6 +87,11 @@ class Done:
     num_prompts: int  # of the plan, whether or not anything was kept
     num_texts: int
     num_tokens: int  # generated
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / max(1e-9, self.seconds)
 
 
 def generate(llm: "LLM", plan: Plan, directory: Path, provenance: dict[str, Any]) -> Iterator[Done]:
@@ -130,6 +136,7 @@ def chat_header(llm: "LLM") -> list[int]:
 
 
 def _write(llm: "LLM", plan: Plan, header: list[int], directory: Path, index: int) -> Done:
+    started = perf_counter()
     rng = random.Random(f"{plan.seed} {index}")
     wanted = plan.shard(index)
     prompts = [prompt for prompt in wanted if prompt is not None]
@@ -157,7 +164,7 @@ def _write(llm: "LLM", plan: Plan, header: list[int], directory: Path, index: in
     directory.mkdir(parents=True, exist_ok=True)
     write_shard(directory, index, samples, plan.categories)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Done(index, len(wanted), len(samples), tokens)
+    return Done(index, len(wanted), len(samples), tokens, perf_counter() - started)
 
 
 def _encoded(llm: "LLM", prompt: BenchPrompt) -> list[int]:

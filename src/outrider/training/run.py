@@ -13,20 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from outrider.checkpoints import load_drafter, save_drafter
 from outrider.drafters import Drafter
 from outrider.errors import DataError
-from outrider.target.load import LoadedModel, build_target, load_model
-from outrider.training.batches import AnchorRule, Batches, Place, places_of
+from outrider.target.load import LoadedModel, load_model
+from outrider.training.batches import AnchorRule, Batches, Place, places_of, split
 from outrider.training.build import attach_target, build_drafter
 from outrider.training.calibrate import Calibration, calibrate
 from outrider.training.checkpoint import STATE, load_state, save_state
 from outrider.training.dataset import Data, check_target, difference, read_header, write_header
 from outrider.training.evaluate import HeldOut, Judged, judge, summarise
-from outrider.training.features import FeatureReader, FeatureShards, FeatureSource, LiveFeatures
+from outrider.training.features import feature_source
 from outrider.training.log import Log
 from outrider.training.plot import draw_curve
 from outrider.training.recipe import Recipe
@@ -74,38 +71,6 @@ class Result:
     held_out: HeldOut | None
     calibration: Calibration | None
     curve: Path | None
-
-
-def split(places: list[Place], held_out: int, seed: int) -> tuple[list[Place], list[Place]]:
-    """Texts to train on, and those held out.
-
-    Raises:
-        DataError: none is left to train on.
-    """
-    if len(places) <= held_out:
-        raise DataError(
-            f"the data holds {len(places)} texts with two tokens to guess or more, expected more "
-            f"than the {held_out} of held_out"
-        )
-    order = np.random.default_rng(seed).permutation(len(places))
-    return [places[i] for i in order[held_out:]], [places[i] for i in order[:held_out]]
-
-
-def feature_source(
-    loaded: LoadedModel, data: Data, layer_ids: tuple[int, ...], directory: Path | None
-) -> tuple[FeatureSource, int | None]:
-    """Where features come from, and how many shards have some; None: all."""
-    if directory is not None:
-        shards = FeatureShards(directory, data, layer_ids)
-        return shards, len(shards)
-    return LiveFeatures(feature_reader(loaded, layer_ids), data), None
-
-
-def feature_reader(loaded: LoadedModel, layer_ids: tuple[int, ...]) -> FeatureReader:
-    """Runs the target over texts for these layers."""
-    target = build_target(loaded)
-    norm = loaded.state_dict()["model.norm.weight"]
-    return FeatureReader(target, layer_ids, norm, loaded.config["rms_norm_eps"])
 
 
 def target_json(loaded: LoadedModel) -> dict[str, Any]:
@@ -184,7 +149,7 @@ class Run:
         held_out, judged = self._judged()
         calibration = None
         if judged is not None and len(self._held) > 1:
-            calibration = self._calibrated(judged)
+            calibration = calibrate(self.drafter, judged, len(self._held))
         directory = self.inputs.directory
         self._log.add(
             step=self.trainer.step,
@@ -215,13 +180,6 @@ class Run:
         if judged is None:
             return None, None
         return summarise(judged, self._held, self._data.categories), judged
-
-    def _calibrated(self, judged: Judged) -> Calibration:
-        """Fitted on one half of the held-out texts, checked on the other."""
-        numbers = range(len(self._held))
-        calibration = calibrate(judged.of(numbers[::2]), judged.of(numbers[1::2]))
-        self.drafter.temperatures.copy_(torch.tensor(calibration.temperatures))
-        return calibration
 
     def _save(self) -> None:
         if self.world.is_first:

@@ -1,0 +1,126 @@
+"""`outrider train data`: the target answers prompts, and writes some of its own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.options import ModelOptions
+from outrider.cli.train_options import about, bar
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.training.beginnings import Beginning
+
+TEMPERATURES = "0:60,0.7:15,1:25"
+BATCH = 64  # requests at the same time: on a CPU more bring nothing, fewer lose
+
+
+def data(
+    model: ModelOptions,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Directory to write; one that is there goes on.")
+    ],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSONL whose lines have 'prompt', 'turns' or 'messages', and perhaps 'category'; "
+            "may be repeated."
+        ),
+    ] = None,
+    self_prompts: Annotated[
+        int, typer.Option(min=0, help="Prompts that the model writes itself; some come to nothing.")
+    ] = 0,
+    beginnings: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of how such prompts begin; default: of chat and code."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 512,
+    temperature: Annotated[
+        str,
+        typer.Option(
+            metavar="T | T:SHARE,…", help="Of the answers: one, or several with their shares."
+        ),
+    ] = TEMPERATURES,
+    top_p: Annotated[float, typer.Option(help="Of answers with a temperature.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same texts.")] = 0,
+    shard_size: Annotated[
+        int, typer.Option(min=1, help="Prompts of one file: what a kill can lose.")
+    ] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = BATCH,
+) -> None:
+    """Have the model answer prompts; a run that was stopped goes on with the same texts."""
+    from outrider.bench.workload import read_workload
+    from outrider.cli.console import messages
+    from outrider.cli.options import parse_speculative_config
+    from outrider.training.generate import Plan, generate
+
+    if not prompts and not self_prompts:
+        raise ConfigError("nothing to answer: give --prompts, --self-prompts or both")
+    parse_speculative_config(model.speculative_config)
+    plan = Plan(
+        prompts=tuple(read_workload(prompts).prompts) if prompts else (),
+        beginnings=tuple(_beginnings(beginnings)),
+        self_prompts=self_prompts,
+        temperatures=temperature_shares(temperature),
+        top_p=top_p,
+        max_tokens=max_tokens,
+        shard_size=shard_size,
+        seed=seed,
+    )
+    llm = replace(model, max_num_seqs=batch).load()
+    console = messages()
+    with bar("prompts", plan.num_prompts) as advance:
+        for done in generate(llm, plan, output, about(_threads(), seed=seed)):
+            advance(done.num_prompts)
+            console.print(
+                f"shard {done.index + 1} of {plan.num_shards}: {done.num_texts} texts, "
+                f"{done.num_tokens:,} tokens, {done.tokens_per_second:,.0f} tokens/s",
+                soft_wrap=True,
+            )
+    _conclude(output)
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _conclude(directory: Path) -> None:
+    from outrider.cli.console import messages
+    from outrider.training.dataset import Data
+
+    header = Data(directory).header
+    kinds = ", ".join(f"{name} {count:,}" for name, count in header["texts_by_category"].items())
+    messages().print(
+        f"{directory}: {header['num_texts']:,} texts ({kinds}), {header['num_tokens']:,} tokens",
+        soft_wrap=True,
+    )
+
+
+def _beginnings(path: Path | None) -> "list[Beginning]":
+    from outrider.bench.workload import read_workload
+    from outrider.training.beginnings import default_beginnings
+
+    if path is None:
+        return default_beginnings()
+    return [(prompt.category, prompt.text, 1.0) for prompt in read_workload([path]).prompts]
+
+
+def temperature_shares(text: str) -> tuple[tuple[float, float], ...]:
+    """Temperatures with their shares: ``0.7``, or ``0:60,0.7:15,1:25``."""
+    found = []
+    for part in text.split(","):
+        value, colon, share = part.partition(":")
+        try:
+            found.append((float(value), float(share) if colon else 1.0))
+        except ValueError:
+            found.append((-1.0, 0.0))
+    if any(not 0 <= value <= 2 or not 0 < share < 1e9 for value, share in found):
+        raise ConfigError(
+            f"--temperature must be a number from 0 to 2, or several with shares as "
+            f"{TEMPERATURES}, got {text!r}"
+        )
+    return tuple(found)

@@ -1,0 +1,171 @@
+"""`outrider train eval` and `calibrate`: how good a drafter is, and how well it knows it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.bench_options import WorkloadOptions
+from outrider.cli.train_options import DataPath, FeaturesPath, TargetOptions, about, bar
+from outrider.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from outrider.bench.workload import Workload
+    from outrider.llm import LLM
+    from outrider.training.rollouts import Rollouts
+
+BATCH = 8
+
+
+def evaluate(
+    target: TargetOptions,
+    workload: WorkloadOptions,
+    drafter: Annotated[
+        str,
+        typer.Argument(
+            metavar="DRAFTER",
+            help="Directory of a drafter (RUN/drafter), or a speculative config as JSON.",
+        ),
+    ],
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of every draft; default: all it can.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = BATCH,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Also write the numbers as JSON.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Show them as JSON.")] = False,
+) -> None:
+    """Measure what the engine accepts: tokens per step by category, and the chance of each depth.
+
+    Every draft has the same length, whether it pays or not; what would pay is `outrider bench`'s
+    question.
+    """
+    from outrider.bench.provenance import check_writable, write_whole
+    from outrider.bench.workload import check_room, read_workload
+    from outrider.cli.console import output as stdout
+    from outrider.cli.train_show import print_rollouts
+
+    config = _config(drafter)
+    if output is not None:
+        check_writable(output)
+    prompts = read_workload(workload.workload or (), workload.category or (), workload.limit)
+    threads = target.set_threads()
+    llm = _load(target, config, draft_tokens, batch)
+    check_room(llm.engine.max_model_len, workload.max_tokens, workload.input_tokens)
+    found = _roll_out(llm, prompts, workload, batch)
+    result = {
+        **found.as_json(),
+        "config": config,
+        "draft_tokens": draft_tokens,
+        "workload": prompts.as_json(),
+        "settings": {
+            name: getattr(workload, name) for name in ("max_tokens", "temperature", "top_p", "seed")
+        },
+        "provenance": about(threads),
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    if json_output:
+        sys.stdout.write(text)
+    else:
+        print_rollouts(stdout(), found)
+    if output is not None:
+        write_whole(output, text)
+
+
+def _config(drafter: str) -> dict[str, Any]:
+    """The speculative config of one source that the argument means."""
+    from outrider.checkpoints import load_drafter
+    from outrider.cli.options import parse_speculative_config
+
+    if drafter.lstrip().startswith("{"):
+        return parse_speculative_config(drafter)
+    loaded = load_drafter(drafter)
+    return {"method": loaded.drafter.config.algorithm, "model": drafter}
+
+
+def _load(
+    target: TargetOptions, config: dict[str, Any], draft_tokens: int | None, batch: int
+) -> "LLM":
+    from outrider.cli.progress import start_up
+    from outrider.llm import LLM
+    from outrider.policy.fixed import FixedLength
+
+    with start_up():
+        return LLM(
+            target.model,
+            speculative_config=config,
+            max_num_seqs=batch,
+            device=target.device,
+            policy=FixedLength(draft_tokens),
+        )
+
+
+def _roll_out(llm: "LLM", prompts: "Workload", options: WorkloadOptions, batch: int) -> "Rollouts":
+    from outrider.bench.drive import Pass, drive
+    from outrider.bench.workload import encoded
+    from outrider.engine.times import StepTimes
+    from outrider.sampling_params import SamplingParams
+    from outrider.training.rollouts import acceptance
+
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_tokens=options.max_tokens,
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+    )
+    asked = encoded(llm, prompts, options.max_tokens, options.input_tokens)
+    total = Pass([], 0.0, StepTimes())
+    with bar("answers", len(asked)) as advance:
+        for first in range(0, len(asked), 4 * batch):
+            part = asked[first : first + 4 * batch]
+            total += drive(llm, part, params, batch)
+            advance(len(part))
+    categories = [prompt.category for prompt in prompts.prompts]
+    [source] = llm.engine.speculation.sources
+    return acceptance(total, categories, source.max_draft_tokens)
+
+
+def calibrate(
+    target: TargetOptions,
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_DRAFTER", help="A run, or a drafter.")],
+    data: DataPath,
+    features: FeaturesPath = None,
+    held_out: Annotated[
+        int, typer.Option(min=2, help="Texts to calibrate on, for a drafter without its run.")
+    ] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Which texts; as in the recipe.")] = 0,
+) -> None:
+    """Fit the temperatures of a drafter's confidences on held-out texts, and store them in it.
+
+    A run's own held-out texts are taken; for a drafter alone, the same ones if its recipe had this
+    --held-out and --seed.
+    """
+    from outrider.checkpoints import load_drafter
+    from outrider.cli.console import messages
+    from outrider.training.calibrate import recalibrate
+    from outrider.training.dataset import Data
+
+    directory = path / "drafter" if (path / "run.json").exists() else path
+    loaded = load_drafter(directory)
+    if loaded.format != "outrider":
+        raise DataError(f"{directory} has the format {loaded.format}, which keeps no temperatures")
+    recipe = loaded.config.get("provenance", {}).get("recipe", {})
+    held_out, seed = recipe.get("held_out", held_out), recipe.get("seed", seed)
+    if held_out < 2:
+        raise ConfigError(
+            f"the recipe of {directory} held out {held_out} texts, expected 2 or more"
+        )
+    target.set_threads()
+    texts, model = Data(data), target.find()
+    found = recalibrate(loaded, directory, texts, model, features, held_out, seed)
+    before, after = (sum(e) / len(e) for e in (found.ece_before, found.ece_after))
+    temperatures = " ".join(f"{value:.2f}" for value in found.temperatures)
+    messages().print(
+        f"{directory}: temperatures {temperatures}; calibration error of survival {before:.1%}, "
+        f"now {after:.1%}",
+        soft_wrap=True,
+    )
