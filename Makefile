@@ -9,16 +9,28 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: help demo test test-fast test-slow test-models check format bench clean
+.PHONY: help demo test test-fast test-slow test-models check format bench clean train-demo
 
 help:
 	@echo "make demo    plain next to speculative decoding of real prompts (ARGS='--rounds 5')"
 	@echo "make test    all tests: the fast ones, then those that take long or need real weights"
 	@echo "make check   format, lint and types"
 	@echo "make bench   measure what README.md claims (ARGS='--only NAME' for one row)"
+	@echo "make train-demo   a drafter from nothing in some minutes, in TRAIN_DEMO"
 
 demo: .venv/.installed
 	@.venv/bin/outrider demo $(ARGS)
+
+# Every command goes on where it was stopped; remove the directory to begin anew.
+TRAIN_DEMO ?= $(HOME)/.cache/outrider/train-demo
+
+train-demo: .venv/.installed
+	.venv/bin/outrider train data --self-prompts 150 --max-tokens 256 -o $(TRAIN_DEMO)/data
+	.venv/bin/outrider train features $(TRAIN_DEMO)/data --layers 1,14,27 -o $(TRAIN_DEMO)/features
+	.venv/bin/outrider train run eagle3 --data $(TRAIN_DEMO)/data --features $(TRAIN_DEMO)/features \
+		-o $(TRAIN_DEMO)/run --steps 150 --held-out-every 50 --set held_out=12 \
+		--set training.tokens_per_pack=1024 --set training.anchors_per_pack=256
+	.venv/bin/outrider train eval $(TRAIN_DEMO)/run/drafter --limit 6 --max-tokens 64
 
 test: test-fast test-slow
 

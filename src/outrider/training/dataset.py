@@ -197,5 +197,5 @@ def difference(old: Any, new: Any, path: str = "") -> str:
     if isinstance(old, dict) and isinstance(new, dict):
         parts = [difference(old.get(k), new.get(k), f"{path}.{k}") for k in {*old, *new}]
         return "; ".join(sorted(part for part in parts if part))
-    same = old == new or (isinstance(old, list | tuple) and list(old) == list(new))
+    same = json.dumps(old, default=str) == json.dumps(new, default=str)  # a tuple is a list there
     return "" if same else f"{path[1:]} was {old}, is {new}"
