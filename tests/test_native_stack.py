@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafter_cases import DRAFT_VOCAB, HIDDEN, KINDS, toy_drafter
 from toy_models import make_batch
 
-from outrider.drafters import Drafter, DrafterConfig, make_drafter
 from outrider.drafters.native import NativeStack, why_not_native
 from outrider.drafters.stack import TorchStack
 from outrider.errors import ModelError
@@ -16,53 +16,15 @@ from outrider.target.base import ForwardBatch
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, no compiled kernels")
 
-HIDDEN, DRAFT_VOCAB, PAGES = 48, 70, 90
+PAGES = 90
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-KINDS: dict[str, dict[str, Any]] = {
-    "eagle3": {"algorithm": "eagle3", "num_layers": 1},
-    "eagle3 normed residual": {"algorithm": "eagle3", "norm_before_residual": True},
-    "peagle": {"algorithm": "peagle", "mask_token_id": 3},
-    "dflash": {"algorithm": "dflash", "mask_token_id": 3, "qk_norm": True},
-    "dspark": {"algorithm": "dspark", "mask_token_id": 3},
-    "mtp": {"algorithm": "mtp", "num_layers": 1},
-    "pard": {"algorithm": "pard", "mask_token_id": 3, "num_kv_heads": 1, "num_heads": 3},
-    "medusa": {"algorithm": "medusa"},
-}
-
-
-def toy(kind: str, **overrides: Any) -> Drafter:
-    """A drafter with random parameters, norms included, attached to random weights."""
-    settings = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 80,
-        "num_layers": 2,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 96,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "num_draft_tokens": 7,
-        "target_hidden_size": HIDDEN,
-        "target_num_layers": 4,
-        "target_layer_ids": (0, 2),
-        "max_position": 1200,
-    }
-    torch.manual_seed(0)
-    drafter = make_drafter(DrafterConfig(**(settings | KINDS[kind] | overrides)))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            size = 1.0 if parameter.dim() == 1 else 2 * parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn_like(parameter) * size)
-    drafter.d2t = torch.randperm(96)[:DRAFT_VOCAB].sort().values
-    drafter.attach(torch.randn(96, HIDDEN), torch.randn(96, HIDDEN))
-    return drafter
 
 
 class Both:
     """The two stacks of one drafter, in float32, given the same calls."""
 
     def __init__(self, kind: str, **overrides: Any) -> None:
-        self.drafter = toy(kind, **overrides)
+        self.drafter = toy_drafter(kind, **overrides)
         self.stacks = NativeStack(self.drafter, torch.float32), TorchStack(self.drafter)
         for stack in self.stacks:
             stack.allocate_kv(PAGES)
@@ -149,7 +111,7 @@ def test_a_first_row_depends_on_the_last_of_its_block_alone_when_they_see_each_o
 
 
 def native(kind: str, dtype: torch.dtype, **overrides: Any) -> NativeStack:
-    stack = NativeStack(toy(kind, **overrides), dtype)
+    stack = NativeStack(toy_drafter(kind, **overrides), dtype)
     stack.allocate_kv(PAGES)
     return stack
 
@@ -213,7 +175,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_bfloat16_is_close_to_float32() -> None:
-    drafter = toy("eagle3")
+    drafter = toy_drafter("eagle3")
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         stack = NativeStack(drafter, dtype)
@@ -236,7 +198,7 @@ def test_bfloat16_is_close_to_float32() -> None:
 def test_what_it_cannot_run_is_refused_with_the_reason(
     overrides: dict[str, Any], reason: str
 ) -> None:
-    drafter = toy("pard", **overrides)
+    drafter = toy_drafter("pard", **overrides)
     assert why_not_native(drafter) == reason
     with pytest.raises(ModelError, match=f"drafter pard: {reason}"):
         NativeStack(drafter, torch.float32)

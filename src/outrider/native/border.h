@@ -16,16 +16,6 @@ constexpr long kSpan = 64 * kLanes;  // floats summed in single precision before
 
 // ---- sixteen lanes with a mask --------------------------------------------------------------
 
-inline uint32_t mask_of(i32x16 lanes) {
-#if defined(__AVX512DQ__)
-    return _mm512_movepi32_mask((__m512i)lanes);
-#else
-    uint32_t mask = 0;
-    for (int i = 0; i < kLanes; i++) mask |= uint32_t(lanes[i] & 1) << i;
-    return mask;
-#endif
-}
-
 // Writes the lanes in mask one after the other (and may write up to `to + 16`); returns how many.
 template <class T, class V>
 inline long compress(T *to, V v, uint32_t mask) {
@@ -40,14 +30,6 @@ inline long compress(T *to, V v, uint32_t mask) {
     }
     return n;
 #endif
-}
-
-// Lanes past the end read as `filler`.
-inline f32x16 load_part(const float *p, long n, float filler) {
-    if (n >= kLanes) return load(p);
-    f32x16 v = splat(filler);
-    for (long i = 0; i < n; i++) v[i] = p[i];
-    return v;
 }
 
 // A sum in a fixed order: single precision over a short span, double over the spans.

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "norm.h"
 #include "pool.h"
 #include "shares.h"
 
@@ -39,17 +40,6 @@ namespace {
 // Bytes of weights asked for ahead of the reading. Measured on two cores of a Zen 5 server: a
 // pass over 270 MB takes 5.9 ms with 8 KB, 5.4 ms with 32 KB and more; eight rows 6.3 and 4.6 ms.
 constexpr long kPrefetch = 64 << 10;
-
-// A packed matrix, read in chunks: two tiles that take turns, or the last one alone.
-template <class E>
-struct Matrix {
-    const E *weights;
-    int outputs, inputs;
-    int tiles() const { return outputs / kLanes; }
-    int chunks() const { return (tiles() + 1) / 2; }
-    long chunk_size() const { return 2L * kLanes * inputs; }
-    const E *chunk(int i) const { return weights + i * chunk_size(); }
-};
 
 struct AnyModel {
     virtual ~AnyModel() = default;
@@ -96,7 +86,9 @@ class Model final : public AnyModel {
     void complete_layer(int row, int layer);
     void norm_input(int row, const LayerSpec &layer);
     template <class Out>
-    void norm_row(const float *x, const float *weight, Out *out) const;
+    void norm_row(const float *x, const float *weight, Out *out) const {
+        rms_norm(x, weight, spec_.hidden, spec_.epsilon, out);
+    }
     float *qkv_row(int row) { return &qkv_[long(row) * (query_width() + 2 * kv_width())]; }
     const float *rope_of(const LayerSpec &layer, int row) const {
         return layer.rope ? layer.rope + long(batch_.positions[row]) * spec_.rope_dim : nullptr;
@@ -275,12 +267,7 @@ void Model<E>::add(int row, const float *post_norm) {
     const int H = spec_.hidden;
     float *x = &x_[long(row) * H];
     const float *y = &y_[long(row) * H];
-    float scale = 1.0f;
-    if (post_norm) {
-        f32x16 squares = {};
-        for (int i = 0; i < H; i += kLanes) squares = fma(load(y + i), load(y + i), squares);
-        scale = 1.0f / std::sqrt(reduce_add(squares) / H + spec_.epsilon);
-    }
+    const float scale = post_norm ? rms_scale(y, H, spec_.epsilon) : 1.0f;
     for (int i = 0; i < H; i += kLanes) {
         f32x16 add = load(y + i);
         if (post_norm) add = add * scale * load(post_norm + i);
@@ -314,25 +301,10 @@ void Model<E>::norm_input(int row, const LayerSpec &layer) {
     if (layer.residual_is_normed) norm_row(x, layer.input_norm, x);
 }
 
-template <class E>
-template <class Out>
-void Model<E>::norm_row(const float *x, const float *weight, Out *out) const {
-    const int H = spec_.hidden;
-    f32x16 squares = {};
-    for (int i = 0; i < H; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
-    float scale = 1.0f / std::sqrt(reduce_add(squares) / H + spec_.epsilon);
-    for (int i = 0; i < H; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
-}
-
 // Norm and rotation of one head of one row, in place.
 void rotate_head(float *head, const ModelSpec &spec, const float *norm, const float *rope) {
     const int dim = spec.head_dim, half = spec.rope_dim / 2;
-    if (norm) {
-        f32x16 squares = {};
-        for (int i = 0; i < dim; i += kLanes) squares = fma(load(head + i), load(head + i), squares);
-        float scale = 1.0f / std::sqrt(reduce_add(squares) / dim + spec.epsilon);
-        for (int i = 0; i < dim; i += kLanes) store(head + i, load(head + i) * scale * load(norm + i));
-    }
+    if (norm) rms_norm(head, norm, dim, spec.epsilon, head);
     if (!rope) return;
     for (int i = 0; i + kLanes <= half; i += kLanes) {
         f32x16 a = load(head + i), b = load(head + i + half);
@@ -394,24 +366,13 @@ void fetch(const E *from, long elements) {
     for (long i = 0; i < elements; i += kStep<E>) __builtin_prefetch(from + i);
 }
 
-// epilogue(row, column, sums, n): n <= 32 results of one row, before they leave the cache.
 template <class E>
 template <class Epilogue>
 void Model<E>::linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix,
                       const Matrix<E> &next, const Epilogue &epilogue) {
-    const int inputs = matrix.inputs;
-    fetch(x, long(std::min(rows, kMaxRows)) * inputs);
+    fetch(x, long(std::min(rows, kMaxRows)) * matrix.inputs);
     each(phase, thread, matrix.chunks(), [&](int chunk) {
-        alignas(64) float sums[kMaxRows * 2 * kLanes];
-        const int n = std::min(2, matrix.tiles() - 2 * chunk), column = chunk * 2 * kLanes;
-        const E *w = matrix.chunk(chunk);
-        for (int row = 0; row < rows; row += kMaxRows) {
-            int count = std::min(kMaxRows, rows - row);
-            long ahead = row == 0 ? bytes_ahead(thread, chunk, matrix, next) : 0;
-            multiply(count, n, with_chunk(x + long(row) * inputs, inputs, &w, inputs, sums, 2 * kLanes, ahead));
-            for (int m = 0; m < count; m++)
-                epilogue(row + m, column, sums + m * 2 * kLanes, n * kLanes);
-        }
+        multiply_chunk(x, rows, matrix, chunk, bytes_ahead(thread, chunk, matrix, next), epilogue);
     });
 }
 

@@ -8,6 +8,8 @@
 // Two tiles of a weight matrix take turns, step by step: a core that reads one stream gets 5 to 10 %
 // more out of memory than one that reads two.
 #pragma once
+#include <algorithm>
+
 #include "vec.h"
 
 namespace outrider {
@@ -50,6 +52,31 @@ template <class E>
 Product<E> with_chunk(const E *x, long ldx, const E *const *chunk, int inputs, float *out, long ldo,
                       long ahead = 0) {
     return {x, ldx, 0, chunk, 1, inputs, 0, out, ldo, ahead};
+}
+
+// A packed matrix, read in chunks: two tiles that take turns, or the last one alone.
+template <class E>
+struct Matrix {
+    const E *weights;
+    int outputs, inputs;
+    int tiles() const { return (outputs + kLanes - 1) / kLanes; }
+    int chunks() const { return (tiles() + 1) / 2; }
+    long chunk_size() const { return 2L * kLanes * inputs; }
+    const E *chunk(int i) const { return weights + i * chunk_size(); }
+};
+
+// Rows x [rows][inputs] times one chunk. epilogue(row, column, sums, n): n = 16 or 32 results of
+// one row, from `column` on, before they leave the cache.
+template <class E, class Epilogue>
+void multiply_chunk(const E *x, int rows, const Matrix<E> &matrix, int chunk, long ahead, const Epilogue &epilogue) {
+    alignas(64) float sums[kMaxRows * 2 * kLanes];
+    const int inputs = matrix.inputs, n = std::min(2, matrix.tiles() - 2 * chunk), column = chunk * 2 * kLanes;
+    const E *w = matrix.chunk(chunk);
+    for (int row = 0; row < rows; row += kMaxRows) {
+        const int count = std::min(kMaxRows, rows - row);
+        multiply(count, n, with_chunk(x + long(row) * inputs, inputs, &w, inputs, sums, 2 * kLanes, row ? 0 : ahead));
+        for (int m = 0; m < count; m++) epilogue(row + m, column, sums + m * 2 * kLanes, n * kLanes);
+    }
 }
 
 }  // namespace outrider

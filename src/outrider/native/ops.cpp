@@ -11,19 +11,12 @@ namespace {
 
 template <class E>
 void linear(E *out, const E *x, const E *weights, const float *bias, long rows, int inputs, int outputs) {
-    int tiles = (outputs + kLanes - 1) / kLanes;
-    parallel_for((tiles + 1) / 2, 1, [&](long chunk) {
-        alignas(64) float sums[kMaxRows * 2 * kLanes];
-        const int column = int(chunk) * 2 * kLanes, n = std::min(2, tiles - 2 * int(chunk));
-        const E *w = weights + long(column) * inputs;
-        for (long row = 0; row < rows; row += kMaxRows) {
-            int count = int(std::min(long(kMaxRows), rows - row));
-            multiply(count, n, with_chunk(x + row * inputs, inputs, &w, inputs, sums, 2 * kLanes));
-            for (int m = 0; m < count; m++)
-                for (int i = 0; i < n * kLanes && column + i < outputs; i++)
-                    store(out + (row + m) * outputs + column + i,
-                          sums[m * 2 * kLanes + i] + (bias ? bias[column + i] : 0.0f));
-        }
+    const Matrix<E> matrix{weights, outputs, inputs};
+    parallel_for(matrix.chunks(), 1, [&](long chunk) {
+        multiply_chunk(x, int(rows), matrix, int(chunk), 0, [&](int row, int column, const float *sums, int n) {
+            for (int i = 0; i < n && column + i < outputs; i++)
+                store(out + long(row) * outputs + column + i, sums[i] + (bias ? bias[column + i] : 0.0f));
+        });
     });
 }
 

@@ -56,6 +56,25 @@ inline void store(bf16 *p, f32x16 v) {
 #endif
 }
 
+// Lanes past the end read as `filler`.
+inline f32x16 load_part(const float *p, long n, float filler) {
+    if (n >= 16) return load(p);
+    f32x16 v = splat(filler);
+    for (long i = 0; i < n; i++) v[i] = p[i];
+    return v;
+}
+
+// One bit per lane of a comparison.
+inline uint32_t mask_of(i32x16 lanes) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)lanes);
+#else
+    uint32_t mask = 0;
+    for (int i = 0; i < 16; i++) mask |= uint32_t(lanes[i] & 1) << i;
+    return mask;
+#endif
+}
+
 // a * b + c in one rounding where the CPU has it, in two where it has not.
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
