@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from outrider.drafters.base import Drafter
+from outrider.drafters.native import NativeStack, why_not_native
 from outrider.drafters.stack import Stack, TorchStack
 from outrider.drafting.options import at_least
 from outrider.drafting.rollout import NO_PAGES, Chooser, Rollout, Seat, make_rollout
@@ -202,6 +203,8 @@ class NeuralSource(DraftSource):
 
 
 def make_stack(drafter: Drafter, target: Target) -> Stack:
-    """What runs the drafter's layers on the target's device."""
+    """What runs the drafter's layers on the target's device: compiled where it can be."""
     drafter.to(target.device, target.dtype)
+    if why_not_native(drafter) is None:
+        return NativeStack(drafter, target.dtype)
     return TorchStack(drafter)
