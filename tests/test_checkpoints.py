@@ -49,13 +49,18 @@ def make_random(config: DrafterConfig) -> Drafter:
     return drafter
 
 
+def target_matrices() -> tuple[torch.Tensor, torch.Tensor]:
+    """An embedding and a head, bf16 [V, H] each."""
+    random = torch.Generator().manual_seed(4)
+    return tuple(torch.randn(VOCAB, HIDDEN, generator=random).bfloat16() for _ in range(2))
+
+
 def guessed(drafter: Drafter) -> torch.Tensor:
     """Logits on a fixed text with fixed features, float32."""
     config = drafter.config
     random = torch.Generator().manual_seed(5)
-    embedding, head = (torch.randn(VOCAB, HIDDEN, generator=random) for _ in range(2))
     drafter = drafter.float().eval()
-    drafter.attach(embedding, head)
+    drafter.attach(*(matrix.float() for matrix in target_matrices()))
     features = torch.randn(12, config.feature_size, generator=random)
     texts = Texts(torch.randint(VOCAB, (12,), generator=random), [0, 12], features)
     with torch.no_grad():

@@ -5,6 +5,7 @@ is an error that names it.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -17,13 +18,17 @@ SHOWN = 5  # tensors that a message names
 
 
 def build_from(
-    config: DrafterConfig, tensors: Mapping[str, torch.Tensor], source: object
+    config: DrafterConfig,
+    tensors: Mapping[str, torch.Tensor],
+    source: object,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Drafter:
     """A drafter with these parameters in the number formats they have, in eval mode, not attached.
 
     Args:
         tensors: by the names of the module's state; d2t may have any integer type.
         source: where they come from, for messages.
+        names: how messages call a tensor, where that is not its name in the state.
 
     Raises:
         DataError: no such algorithm, or tensors that do not fit the configuration.
@@ -39,7 +44,7 @@ def build_from(
         HEAD: (config.draft_vocab_size, config.hidden_size),
     }
     shapes |= {name: shape for name, shape in own.items() if name in tensors}
-    _check_shapes(shapes, tensors, source)
+    _check_shapes(shapes, tensors, source, names)
     _check_values(config, tensors, source)
     for name in own.keys() & tensors.keys():
         setattr(drafter, name, tensors[name])
@@ -59,22 +64,25 @@ def tensors_of(drafter: Drafter, dtype: torch.dtype = torch.bfloat16) -> dict[st
 
 
 def _check_shapes(
-    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], source: object
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    source: object,
+    names: Mapping[str, str],
 ) -> None:
     wrong = {
-        "missing": sorted(shapes.keys() - tensors.keys()),
-        "unknown": sorted(tensors.keys() - shapes.keys()),
+        "missing": sorted(names.get(name, name) for name in shapes.keys() - tensors.keys()),
+        "unknown": sorted(names.get(name, name) for name in tensors.keys() - shapes.keys()),
         "of another shape": [
-            f"{name} {list(tensors[name].shape)} (expected {list(shape)})"
+            f"{names.get(name, name)} {list(tensors[name].shape)} (expected {list(shape)})"
             for name, shape in shapes.items()
             if name in tensors and tuple(tensors[name].shape) != shape
         ],
     }
     parts = []
-    for what, names in wrong.items():
-        if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            parts.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
+    for what, found in wrong.items():
+        if found:
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            parts.append(f"{what}: {', '.join(found[:SHOWN])}{more}")
     if parts:
         raise DataError(f"the tensors of {source} do not fit its configuration; {'; '.join(parts)}")
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from outrider.checkpoints.build import build_from
-from outrider.checkpoints.files import read_tensors, write_checkpoint
+from outrider.checkpoints.files import write_checkpoint
 from outrider.checkpoints.foreign import (
     add_target_tensors,
     config_from,
     layer_ids,
     layer_values,
-    our_tensors,
+    read_drafter,
     refuse_other,
     require_qk_norm,
     shape_of,
@@ -50,7 +49,7 @@ def read(directory: Path, values: dict[str, Any]) -> Drafter:
     )
     if is_eagle and config.num_layers != 1:  # all their layers read the embedding, only our first
         raise DataError(f"{directory} has {config.num_layers} layers, EAGLE-3 is read with one")
-    return build_from(config, our_tensors(read_tensors(directory), config, directory), directory)
+    return read_drafter(directory, config)
 
 
 def _eagle_fields(values: dict[str, Any], source: Path) -> dict[str, Any]:

@@ -5,11 +5,13 @@ sliding windows, biases or scaled rotation, is refused by its name.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from outrider.checkpoints.build import EMBEDDING, HEAD, tensors_of
+from outrider.checkpoints.build import EMBEDDING, HEAD, build_from, tensors_of
+from outrider.checkpoints.files import read_tensors
 from outrider.checks import integer, shown
 from outrider.drafters import Drafter, DrafterConfig
 from outrider.errors import ConfigError, DataError
@@ -129,7 +131,17 @@ def config_from(source: object, **values: Any) -> DrafterConfig:
         raise DataError(f"{source}: {error}") from None
 
 
-def our_tensors(
+def read_drafter(directory: Path, config: DrafterConfig) -> Drafter:
+    """A drafter of this configuration with the tensors of the directory.
+
+    Raises:
+        DataError: they are missing, damaged, or do not fit.
+    """
+    tensors = _our_tensors(read_tensors(directory), config, directory)
+    return build_from(config, tensors, directory, RENAMED)
+
+
+def _our_tensors(
     tensors: Mapping[str, torch.Tensor], config: DrafterConfig, source: object
 ) -> dict[str, torch.Tensor]:
     """Tensors by our names: their d2t holds offsets, a d2t that is left out names all tokens."""

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from outrider.checkpoints.build import build_from
-from outrider.checkpoints.files import read_tensors, write_checkpoint
+from outrider.checkpoints.files import write_checkpoint
 from outrider.checkpoints.foreign import (
     add_target_tensors,
     config_from,
     layer_ids,
     layer_values,
-    our_tensors,
+    read_drafter,
     refuse_other,
     require_qk_norm,
     shape_of,
@@ -70,7 +69,7 @@ def read(directory: Path, values: dict[str, Any]) -> Drafter:
         **shape,
         **found(algorithm, values, directory),
     )
-    return build_from(config, our_tensors(read_tensors(directory), config, directory), directory)
+    return read_drafter(directory, config)
 
 
 def _eagle_fields(algorithm: str, values: dict[str, Any], source: Path) -> dict[str, Any]:

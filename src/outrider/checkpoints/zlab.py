@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from outrider.checkpoints.build import build_from
-from outrider.checkpoints.files import read_tensors, write_checkpoint
+from outrider.checkpoints.files import write_checkpoint
 from outrider.checkpoints.foreign import (
     config_from,
     layer_ids,
     layer_values,
-    our_tensors,
+    read_drafter,
     refuse_other,
     require_qk_norm,
     shape_of,
@@ -72,7 +71,7 @@ def read(directory: Path, values: dict[str, Any]) -> Drafter:
         target_num_layers=values.get("num_target_layers"),
         **shape,
     )
-    return build_from(config, our_tensors(read_tensors(directory), config, directory), directory)
+    return read_drafter(directory, config)
 
 
 def write(
