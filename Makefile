@@ -9,11 +9,12 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: help demo test test-fast test-slow test-models check format bench clean train-demo
+.PHONY: help demo test test-fast test-slow test-models test-exchange check format bench clean train-demo
 
 help:
 	@echo "make demo    plain next to speculative decoding of real prompts (ARGS='--rounds 5')"
 	@echo "make test    all tests: the fast ones, then those that take long or need real weights"
+	@echo "make test-exchange   drafters to and from speculators and vLLM, which it installs"
 	@echo "make check   format, lint and types"
 	@echo "make bench   measure what README.md claims (ARGS='--only NAME' for one row)"
 	@echo "make train-demo   a drafter from nothing in some minutes, in TRAIN_DEMO"
@@ -38,7 +39,12 @@ test-fast: .venv/.installed-dev
 	$(PY) -m pytest -m "not slow and not model" $(ARGS)
 
 test-slow: .venv/.installed-dev test-models
-	$(PY) -m pytest -m "slow or model" --durations=10 $(ARGS)
+	$(PY) -m pytest -m "(slow or model) and not exchange" --durations=10 $(ARGS)
+
+# Drafters to and from speculators and vLLM, in environments of their own (made once, gigabytes).
+test-exchange: .venv/.installed-dev
+	$(PY) tests/exchange/exchange_peers.py
+	$(PY) -m pytest -m exchange $(ARGS)
 
 check: .venv/.installed-dev
 	$(PY) -m ruff format --check .

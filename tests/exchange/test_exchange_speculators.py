@@ -16,6 +16,7 @@ from outrider.drafters import Drafter, DrafterConfig, make_drafter
 from outrider.drafters.base import Texts
 
 pytestmark = [
+    pytest.mark.exchange,
     pytest.mark.timeout(1200),
     pytest.mark.slow,
     pytest.mark.skipif(
