@@ -29,6 +29,12 @@ KINDS = {
     },
     "dspark without a head": {"algorithm": "dspark", "mask_token_id": 0},
     "mtp": {"algorithm": "mtp", "num_layers": 1, "target_layer_ids": (1,)},
+    "mtp of four modules": {
+        "algorithm": "mtp",
+        "num_layers": 4,
+        "num_modules": 4,
+        "target_layer_ids": (1,),
+    },
     "medusa": {"algorithm": "medusa", "num_layers": 1, "target_layer_ids": (1,)},
     "pard": {"algorithm": "pard", "mask_token_id": 0, "target_layer_ids": ()},
 }

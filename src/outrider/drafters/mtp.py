@@ -8,6 +8,8 @@ the k-th reads the states of the one before it over the whole text, and says the
 Shape legend: as in base.py.
 """
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -50,6 +52,17 @@ class MTP(Recurrent):
         self, tokens: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.joins[0](self.embed(tokens), state), None
+
+    def module(self, index: int) -> "MTP":
+        """One module as a drafter of its own, with the same parameters."""
+        shape = dataclasses.replace(self.config, num_modules=1, num_layers=1)
+        alone = MTP(shape)
+        alone.joins, alone.layers = (
+            nn.ModuleList([parts[index]]) for parts in (self.joins, self.layers)
+        )
+        alone.norm, alone.d2t = self.norm, self.d2t
+        alone.embedding, alone.head = self.embedding, self.head
+        return alone
 
     def guess(self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor) -> Guesses:
         """See `Drafter.guess`."""

@@ -100,20 +100,23 @@ class NeuralSource(DraftSource):
                     f"{target.name} has {theirs}"
                 )
         self.drafter.attach(target.embedding, target.head)
-        stack = make_stack(self.drafter, target)
+        self.drafter.to(target.device, target.dtype)
         wants_probs = self._rule != "invariant"
         eos = getattr(tokenizer, "eos_token_id", None)
         eos_ids = () if eos is None else (eos,)
         chooser = Chooser(self.drafter.d2t, config.vocab_size, eos_ids, wants_probs)
-        self._rollout = make_rollout(self.drafter, stack, chooser)
+        self._rollout = make_rollout(self.drafter, make_stack, chooser)
         longest = min(config.max_position, target.max_model_len) + self.max_draft_tokens
         num_pages = max_num_seqs * pages_for(longest)
-        if stack.kv_bytes_per_token:
-            num_pages = min(num_pages, KV_BYTES // (stack.kv_bytes_per_token * PAGE_SIZE))
+        stacks = self._rollout.stacks
+        token_bytes = sum(stack.kv_bytes_per_token for stack in stacks)
+        if token_bytes:
+            num_pages = min(num_pages, KV_BYTES // (token_bytes * PAGE_SIZE))
         if self._kv_cache_tokens is not None:
             num_pages = pages_for(self._kv_cache_tokens)
         self._arena = KVArena(max(1, num_pages))
-        stack.allocate_kv(max(1, num_pages))
+        for stack in stacks:
+            stack.allocate_kv(max(1, num_pages))
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
         with torch.inference_mode():
@@ -151,35 +154,38 @@ class NeuralSource(DraftSource):
             self.events["context"] += 1
             return None
         held = self._arena.num_committed(context.request_id)
-        rows = length - self._rollout.lag - held
+        rows = length - self._rollout.reach - held
         try:
             wanted = rows + self._rollout.num_slots(budget)
             self._arena.reserve(context.request_id, wanted)
         except KVFull:
             self.events["kv"] += 1
             return None
-        features = self._new_features(request, rows)
+        features = self._features(request, rows, max(0, length - self._rollout.lag - held))
         key = context.noise_key
         if self._rule == "block":
             key = draft_noise_key(key, length)
         pages = self._arena.page_table(context.request_id) if wanted else NO_PAGES
         return Seat(context, budget, key, held, features, pages)
 
-    def _new_features(self, request: _Request, rows: int) -> torch.Tensor:
-        """Of all rows not yet taken in, [m, F]; none for a drafter that reads none."""
+    def _features(self, request: _Request, rows: int, final: int) -> torch.Tensor:
+        """Of all rows that run, [m, F]; none for a drafter that reads none.
+
+        Those after the first `final` run once more next time, and are kept.
+        """
         if not self.target_layer_ids:
             return torch.empty(rows, 0)
         features = torch.cat(request.features)
         assert len(features) == rows, (len(features), rows)
-        request.features.clear()
+        request.features[:] = [features[final:]] if final < rows else []
         return features
 
     def _take_in(self, seats: list[Seat]) -> None:
         """Run rows of long texts in portions, until what is left fits in one forward."""
         left = [len(seat.features) for seat in seats]
-        while sum(left) > max(MAX_ROWS, len(seats)):
+        while sum(left) > max(MAX_ROWS, len(seats) * max(1, self._rollout.lag)):
             i = int(np.argmax(left))
-            portion = min(MAX_ROWS, left[i] - 1)
+            portion = min(MAX_ROWS, left[i] - max(1, self._rollout.lag))
             self._rollout.take_in(seats[i], portion)
             left[i] -= portion
 
@@ -188,7 +194,7 @@ class NeuralSource(DraftSource):
         name = seat.context.request_id
         rows = len(seat.context.token_ids) - self._rollout.lag
         new = rows - self._arena.num_committed(name)
-        if new:
+        if new > 0:
             self._arena.commit(name, new)
 
     def _draft(self, seat: Seat) -> Draft:
@@ -202,9 +208,8 @@ class NeuralSource(DraftSource):
         )
 
 
-def make_stack(drafter: Drafter, target: Target) -> Stack:
-    """What runs the drafter's layers on the target's device: compiled where it can be."""
-    drafter.to(target.device, target.dtype)
+def make_stack(drafter: Drafter) -> Stack:
+    """What runs the drafter's layers where they lie: compiled where it can be."""
     if why_not_native(drafter) is None:
-        return NativeStack(drafter, target.dtype)
+        return NativeStack(drafter, drafter.norm.weight.dtype)
     return TorchStack(drafter)

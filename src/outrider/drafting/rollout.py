@@ -8,7 +8,7 @@ Shape legend: B seats of a call, T rows of a forward, R rows that say a token, H
 U vocabulary of the drafter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.masked import Masked
 from outrider.drafters.medusa import Medusa
+from outrider.drafters.mtp import MTP
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
 from outrider.drafting.source import DraftContext
@@ -141,10 +142,12 @@ def rows_of(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
 class Rollout(Generic[D]):
     """Base; a subclass drafts for one kind of drafter."""
 
-    lag = 1  # a text of n tokens has n - lag rows
+    reach = 1  # a text of n tokens has n - reach rows that can run …
+    lag = 1  # … and n - lag that stay as they are when the text goes on
 
     def __init__(self, drafter: D, stack: Stack, chooser: Chooser) -> None:
         self.drafter, self.stack, self.chooser = drafter, stack, chooser
+        self.stacks: Sequence[Stack] = [stack]  # all that have KV
         self._dtype = drafter.norm.weight.dtype
 
     def num_slots(self, budget: int) -> int:
@@ -160,7 +163,7 @@ class Rollout(Generic[D]):
         raise NotImplementedError
 
     def _left(self, seat: Seat) -> int:
-        return len(seat.context.token_ids) - self.lag - seat.num_held
+        return len(seat.context.token_ids) - self.reach - seat.num_held
 
     def _features(self, seat: Seat, count: int) -> torch.Tensor:
         """Of the next `count` rows; they are taken off."""
@@ -284,7 +287,7 @@ class _RowRollout(Rollout[Rows]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = np.concatenate(
             [
-                seat.token_at(seat.num_held + self.lag, count)
+                seat.token_at(seat.num_held + self.reach, count)
                 for seat, count in zip(seats, counts, strict=True)
             ]
         )
@@ -297,7 +300,7 @@ class MaskedRollout(_RowRollout[Masked]):
 
     def __init__(self, drafter: Masked, stack: Stack, chooser: Chooser) -> None:
         super().__init__(drafter, stack, chooser)
-        self.lag = drafter.shift
+        self.reach = self.lag = drafter.shift
 
     def num_slots(self, budget: int) -> int:
         return budget - 1
@@ -355,6 +358,65 @@ class RecurrentRollout(_RowRollout[Recurrent]):
             depth += 1
 
 
+class ModulesRollout(Rollout[MTP]):
+    """MTP of several modules: the k-th says the k-th token, and has KV of its own over the text.
+
+    Module k reads the token k + 1 places behind its row, so the newest rows run on draft tokens,
+    and once more when the text has gone on.
+    """
+
+    def __init__(self, drafter: MTP, stacks: Sequence[Stack], chooser: Chooser) -> None:
+        super().__init__(drafter, stacks[0], chooser)
+        self.stacks = stacks
+        self.lag = drafter.config.num_modules
+
+    def num_slots(self, budget: int) -> int:
+        return 0
+
+    def take_in(self, seat: Seat, count: int) -> None:
+        states = self._features(seat, count).to(self._dtype)
+        batch = ragged([seat], [seat.num_held], [count], np.arange(count, dtype=np.int32))
+        for module in range(self.drafter.config.num_modules):
+            states, _ = self._run(module, batch, [seat], [count], states)
+        seat.num_held += count
+
+    def draft(self, seats: Sequence[Seat]) -> None:
+        left = [self._left(seat) for seat in seats]
+        starts = [seat.num_held for seat in seats]
+        batch = ragged(seats, starts, left, np.arange(sum(left), dtype=np.int32))
+        lasts = np.cumsum(left) - 1
+        states = self._all_features(seats)
+        for module in range(max(seat.budget for seat in seats)):
+            states, logits = self._run(module, batch, seats, left, states)
+            going = [i for i, seat in enumerate(seats) if seat.budget > module]
+            said = logits[torch.from_numpy(lasts[going])]
+            self.chooser.choose([seats[i] for i in going], [1] * len(going), said)
+
+    def _run(
+        self,
+        module: int,
+        batch: ForwardBatch,
+        seats: Sequence[Seat],
+        counts: Sequence[int],
+        states: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States [T, H] and logits [T, U] of a module's rows, from the states before it.
+
+        A request that wants fewer tokens than others goes on with its last one.
+        """
+        tokens = [
+            np.append(seat.context.token_ids, (seat.tokens + seat.tokens[-1:] * module)[:module])[
+                first : first + count
+            ]
+            for seat, count in zip(seats, counts, strict=True)
+            for first in [seat.num_held + 1 + module]
+        ]
+        ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64))
+        x = self.drafter.joins[module](self.drafter.embed(ids), states.to(self._dtype))
+        found, logits = self.stacks[module].run(batch, x)
+        return found.clone(), logits
+
+
 class HeadsRollout(Rollout[Medusa]):
     """Medusa: heads on the newest features, and no KV at all."""
 
@@ -373,8 +435,15 @@ class HeadsRollout(Rollout[Medusa]):
         self.chooser.choose(seats, budgets, self.drafter.logits(kept).float())
 
 
-def make_rollout(drafter: Drafter, stack: Stack, chooser: Chooser) -> Rollout[Any]:
-    """The rollout of a drafter's kind."""
+def make_rollout(
+    drafter: Drafter, make_stack: Callable[[Drafter], Stack], chooser: Chooser
+) -> Rollout[Any]:
+    """The rollout of a drafter's kind, with layers made by `make_stack`."""
+    if isinstance(drafter, MTP) and drafter.config.num_modules > 1:
+        modules = range(drafter.config.num_modules)
+        stacks = [make_stack(drafter.module(i)) for i in modules]
+        return ModulesRollout(drafter, stacks, chooser)
+    stack = make_stack(drafter)
     if isinstance(drafter, DSpark):
         return SequentialBlockRollout(drafter, stack, chooser)
     if isinstance(drafter, DFlash):
