@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from outrider.training.beginnings import Beginning
 
 TEMPERATURES = "0:60,0.7:15,1:25"
+PROMPT_ROOM = 512  # tokens of KV for the prompt of each request under way; most are shorter
+LEAST_ROOM = 8192  # … and for all of them, so that a long one fits alone
 BATCH = 64  # requests at the same time: on a CPU more bring nothing, fewer lose
 
 
@@ -69,7 +71,8 @@ def data(
         shard_size=shard_size,
         seed=seed,
     )
-    llm = replace(model, max_num_seqs=batch).load()
+    room = model.kv_cache_tokens or max(LEAST_ROOM, batch * (max_tokens + PROMPT_ROOM))
+    llm = replace(model, max_num_seqs=batch, kv_cache_tokens=room).load()
     console = messages()
     with bar("prompts", plan.num_prompts) as advance:
         for done in generate(llm, plan, output, about(_threads(), seed=seed)):
