@@ -49,6 +49,36 @@ class Pack:
         texts = Texts(self.texts.token_ids.to(device), self.texts.starts, features.layers.to(dtype))
         return Pack(self.places, texts, features, self.anchors.to(device), self.lengths.to(device))
 
+    def partitions(self, count: int) -> Iterator["Pack"]:
+        """The same anchors in `count` passes, each with the texts up to its own last guess.
+
+        What a pass holds at once shrinks with its anchors and, where a text is long, with its
+        context; gradients add up to those of the whole (sequence partitioning of P-EAGLE).
+        """
+        if count == 1:
+            yield self
+            return
+        starts = torch.tensor(self.texts.starts)
+        for part in torch.arange(len(self.anchors)).chunk(count):
+            anchors, lengths = self.anchors[part], self.lengths[part]
+            text = torch.searchsorted(starts.to(anchors.device), anchors, right=True) - 1
+            rows, new_starts, moved = [], [0], torch.empty_like(anchors)
+            for which in text.unique().tolist():
+                mine = text == which
+                first = self.texts.starts[which]
+                end = int((anchors[mine] + lengths[mine]).max()) + 1
+                moved[mine] = anchors[mine] - first + new_starts[-1]
+                rows.append(torch.arange(first, end, device=anchors.device))
+                new_starts.append(new_starts[-1] + end - first)
+            yield self._rows(torch.cat(rows), new_starts, moved, lengths)
+
+    def _rows(
+        self, rows: torch.Tensor, starts: list[int], anchors: torch.Tensor, lengths: torch.Tensor
+    ) -> "Pack":
+        kept = {name: getattr(self.features, name)[rows] for name in Features.__slots__}
+        texts = Texts(self.texts.token_ids[rows], starts, self.texts.features[rows])
+        return Pack(self.places, texts, Features(**kept), anchors, lengths)
+
 
 @dataclass(frozen=True, slots=True)
 class AnchorRule:

@@ -51,6 +51,7 @@ class Optimisation:
     tokens_per_pack: int = 4096  # context tokens of one forward of the drafter
     packs_per_step: int = 1  # shared among the processes
     anchors_per_pack: int = 1024
+    partitions: int = 1  # passes a pack is divided into: less memory, the same gradients
     keep_ratio: float = 1.0  # conditional drop of tokens, see AnchorRule
     keep_min: float = 0.0
     max_length: int = 2048  # longer texts are cut
@@ -64,7 +65,7 @@ class Optimisation:
     precision: str = "bfloat16"  # of the products; parameters are float32
 
     def __post_init__(self) -> None:
-        counts = ("steps", "tokens_per_pack", "packs_per_step", "anchors_per_pack")
+        counts = ("steps", "tokens_per_pack", "packs_per_step", "anchors_per_pack", "partitions")
         for name in counts:
             integer(f"training.{name}", getattr(self, name), 1)
         integer("training.max_length", self.max_length, 4)

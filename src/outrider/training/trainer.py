@@ -116,7 +116,10 @@ class Trainer:
         places: list[Place] = []
         for pack in self._batches.step(self.step, self._rank, self._world):
             places += pack.places
-            self._backward(pack.to(self._device, self.drafter.head.dtype), sums)
+            sums.tokens += len(pack.texts.token_ids)
+            pack = pack.to(self._device, self.drafter.head.dtype)
+            for part in pack.partitions(self.recipe.training.partitions):
+                self._backward(part, sums)
         self._add_processes(sums)
         if not math.isfinite(sums.loss):
             raise TrainingError(self._failure("loss", sums.loss, places))
@@ -163,7 +166,6 @@ class Trainer:
             slopes.append(torch.ones((), device=self._device))
         torch.autograd.backward(ends, slopes)
         _add(sums, found, shares, guesses.depths, weights)
-        sums.tokens += len(pack.texts.token_ids)
 
     def _add_processes(self, sums: _Sums) -> None:
         """Make sums and gradients those of all processes."""
