@@ -124,8 +124,11 @@ def test_what_was_logged_after_the_last_checkpoint_comes_again_once(places, tmp_
 def test_a_finished_run_is_not_trained_again(places, tmp_path) -> None:
     recipe = recipe_of(toy_recipe(steps=2))
     trained(Run(recipe, inputs(places, tmp_path / "run"))).finish({})
+    before = log_of(tmp_path / "run")
     again = Run(recipe, inputs(places, tmp_path / "run"))
     assert list(again.steps(PACE, StopSignals())) == []
+    again.finish({})
+    assert log_of(tmp_path / "run") == before
 
 
 def test_a_loss_that_is_no_number_names_step_and_texts(places, tmp_path) -> None:
@@ -139,7 +142,8 @@ def test_a_loss_that_is_no_number_names_step_and_texts(places, tmp_path) -> None
 
 def test_another_recipe_or_other_data_is_refused(places, tmp_path) -> None:
     recipe = recipe_of(toy_recipe())
-    Run(recipe, inputs(places, tmp_path / "run"))
+    Run(replace(recipe, seed=1), inputs(places, tmp_path / "run"))  # nothing to lose yet
+    trained(Run(recipe, inputs(places, tmp_path / "run")), 1)
     other = replace(recipe, seed=3)
     with pytest.raises(DataError, match=r"recipe\.seed was 0, is 3"):
         Run(other, inputs(places, tmp_path / "run"))

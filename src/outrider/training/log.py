@@ -23,7 +23,8 @@ class Log:
         self._path = directory / LOG
         self._writes = writes
         if writes and self._path.exists():
-            kept = [line for line in read_log(directory) if line["step"] <= step]
+            lines = read_log(directory)
+            kept = [line for line in lines if line["step"] <= step and not line.get("final")]
             with whole_file(self._path) as file:
                 file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
 

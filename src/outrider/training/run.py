@@ -28,7 +28,7 @@ from outrider.training.log import Log
 from outrider.training.plot import draw_curve
 from outrider.training.recipe import Recipe
 from outrider.training.trainer import Report, Trainer
-from outrider.training.world import StopSignals, World
+from outrider.training.world import ALONE, StopSignals, World
 
 KIND = "outrider training run"
 
@@ -92,7 +92,7 @@ class Run:
         ConfigError: the recipe does not fit the target or the number of processes.
     """
 
-    def __init__(self, recipe: Recipe, inputs: Inputs, world: World = World()) -> None:  # noqa: B008
+    def __init__(self, recipe: Recipe, inputs: Inputs, world: World = ALONE) -> None:
         self.recipe, self.inputs, self.world = recipe, inputs, world
         self._data = Data(inputs.data)
         self._loaded = load_model(inputs.model, "auto", inputs.device)
@@ -103,12 +103,12 @@ class Run:
         places = places_of(self._data, recipe.training.max_length, count)
         train, self._held = split(places, recipe.held_out, recipe.seed)
         self.num_texts = len(train)
-        self._open(len(places))
         batches = self._batches(train)
         self.steps_per_epoch = batches.steps_per_epoch
         self.trainer = Trainer(
             self._drafter(), recipe, batches, inputs.directory, world.rank, world.size
         )
+        self._open(len(places))
         state = load_state(inputs.directory)
         if state is not None:
             self.trainer.load_state(state)
@@ -195,7 +195,7 @@ class Run:
             "target": self._loaded.name,
             "init_from": init and str(init),
         }
-        if (directory / "run.json").exists():
+        if (directory / STATE).exists():
             header = read_header(directory / "run.json", KIND)
             differs = difference({key: header.get(key) for key in about}, about)
             if differs:
@@ -204,8 +204,6 @@ class Run:
                     f"{differs}"
                 )
         elif self.world.is_first:
-            if (directory / STATE).exists():
-                raise DataError(f"{directory} holds the state of a run without its run.json")
             write_header(directory / "run.json", KIND, about)
         if self.world.is_first:
             for left in directory.glob(f".{STATE}.*"):  # of a process that was killed

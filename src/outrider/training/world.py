@@ -33,6 +33,9 @@ class World:
         return bool(found)
 
 
+ALONE = World()
+
+
 def join_world(device: str) -> tuple[World, str]:
     """Meet the other processes that torchrun started, if it did.
 
@@ -41,7 +44,7 @@ def join_world(device: str) -> tuple[World, str]:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return World(), device
+        return ALONE, device
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu and ":" not in device:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -52,6 +55,7 @@ def join_world(device: str) -> tuple[World, str]:
 
 
 def leave_world() -> None:
+    """End what `join_world` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
