@@ -114,6 +114,12 @@ def test_layers_and_tokens_are_counted_as_speculators_does(tmp_path):
     assert tensors["embed_tokens.weight"].equal(target_weights()["model.embed_tokens.weight"])
 
 
+def test_how_deep_the_target_is_may_be_untold(tmp_path):
+    export(make("speculators, eagle3"), tmp_path / "theirs", "speculators")
+    change_config(tmp_path / "theirs", lambda config: config.pop("num_target_layers"))
+    assert load_drafter(tmp_path / "theirs").drafter.config.target_num_layers == 0
+
+
 def test_vllm_is_told_that_blocks_see_both_ways(tmp_path):
     export(make("speculators, dflash"), tmp_path, "speculators")
     assert json.loads((tmp_path / "config.json").read_text())["sliding_window_non_causal"] is True

@@ -32,7 +32,7 @@ PROMPTS = [
     "What is two and two?",
 ]
 MAX_TOKENS, DEPTHS = 32, 4
-STEPS = {"dflash": 150}  # its slots learn apart from one another, and later
+STEPS = {"dflash": 80}  # its slots learn apart from one another, and later
 MASK = 7  # a special token that no text holds
 SHAPES = {
     "eagle3": {"target_layer_ids": (1, 14, 26)},
@@ -66,9 +66,8 @@ def samples(target) -> list[tuple[list[int], list[int]]]:
 def learned(target: ExchangeTarget, name: str, samples) -> Drafter:
     """A drafter that has seen the answers, with parameters that bf16 holds."""
     torch.manual_seed(0)
-    said = torch.cat([torch.tensor(answer) for _, answer in samples]).unique()
-    others = torch.arange(100, 800)
-    ids = torch.cat([said, others]).unique()[:512].sort().values
+    said = torch.cat([torch.tensor(answer) for _, answer in samples])
+    ids = torch.cat([said, torch.arange(100, 600)]).unique()
     config = DrafterConfig(
         **{
             "algorithm": name.split(",")[0],

@@ -78,7 +78,6 @@ def write(
     target_name: str | None,
 ) -> None:
     """See `export_drafter`."""
-    del target_config
     config = drafter.config
     _check_kind(config)
     tensors = their_tensors(drafter)
@@ -88,7 +87,7 @@ def write(
         "architectures": [EAGLE3 if is_eagle else DSPARK],
         **layer_values(config),
         "target_layer_ids": list(config.target_layer_ids),
-        "num_target_layers": config.target_num_layers,
+        "num_target_layers": target_config.num_hidden_layers,
         "dtype": "bfloat16",
     }
     if is_eagle:

@@ -116,13 +116,12 @@ def whole(name: str, values: Mapping[str, Any], source: object) -> int:
 
 
 def config_from(source: object, **values: Any) -> DrafterConfig:
-    """A DrafterConfig; the number of the target's layers is guessed where the format has none.
+    """A DrafterConfig; a number of the target's layers that the format does not tell is 0.
 
     Raises:
         DataError: fields that do not fit together.
     """
-    seen = max(values["target_layer_ids"]) + 1
-    values["target_num_layers"] = values.get("target_num_layers") or seen
+    values["target_num_layers"] = values.get("target_num_layers") or 0
     values["target_hidden_size"] = values.get("target_hidden_size") or values["hidden_size"]
     values["target_layer_ids"] = tuple(values["target_layer_ids"])
     try:

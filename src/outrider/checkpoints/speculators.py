@@ -159,7 +159,9 @@ def write(
         "name_or_path": target_name,
         "architectures": list(getattr(target_config, "architectures", None) or []),
     }
-    write_checkpoint(directory, _values(config, verifier), tensors)
+    values = _values(config, verifier)
+    values["num_target_layers"] = target_config.num_hidden_layers  # of no other reader
+    write_checkpoint(directory, values, tensors)
 
 
 def _values(config: DrafterConfig, verifier: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +186,6 @@ def _values(config: DrafterConfig, verifier: dict[str, Any]) -> dict[str, Any]:
         },
         "transformer_layer_config": layer_values(config),
         "draft_vocab_size": config.draft_vocab_size,
-        "num_target_layers": config.target_num_layers,
         "dtype": "bfloat16",
         "tie_word_embeddings": False,
     }

@@ -82,7 +82,7 @@ def write(
     target_name: str | None,
 ) -> None:
     """See `export_drafter`."""
-    del target_config, weights, target_name  # this format holds nothing of the target
+    del weights, target_name  # this format holds no tensor of the target
     config = drafter.config
     if config.algorithm != "dflash":
         raise DataError(f"z-lab's format is for dflash, got a drafter of {config.algorithm}")
@@ -102,7 +102,7 @@ def write(
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
         },
-        "num_target_layers": config.target_num_layers,
+        "num_target_layers": target_config.num_hidden_layers,
         "dtype": "bfloat16",
     }
     write_checkpoint(directory, values, their_tensors(drafter))

@@ -28,7 +28,7 @@ class DrafterConfig:
     draft_vocab_size: int  # tokens the drafter can name; equal to vocab_size: all
     num_draft_tokens: int  # most tokens per draft that it was trained for
     target_hidden_size: int
-    target_num_layers: int
+    target_num_layers: int  # 0: not known
     target_layer_ids: tuple[int, ...] = ()  # -1 = embedding
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
@@ -57,11 +57,10 @@ class DrafterConfig:
                 f"draft_vocab_size {self.draft_vocab_size} is larger than the target's "
                 f"vocabulary of {self.vocab_size}"
             )
-        wrong = [i for i in self.target_layer_ids if not -1 <= i < self.target_num_layers]
+        known = self.target_num_layers or max(self.target_layer_ids, default=0) + 1
+        wrong = [i for i in self.target_layer_ids if not -1 <= i < known]
         if wrong:
-            raise ConfigError(
-                f"target_layer_ids must be from -1 to {self.target_num_layers - 1}, got {wrong}"
-            )
+            raise ConfigError(f"target_layer_ids must be from -1 to {known - 1}, got {wrong}")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}"

@@ -13,6 +13,7 @@ import torch
 
 from outrider.drafters.base import Drafter
 from outrider.drafters.native import NativeStack, why_not_native
+from outrider.drafters.native_heads import input_projection
 from outrider.drafters.stack import Stack, TorchStack
 from outrider.drafting.options import at_least
 from outrider.drafting.rollout import NO_PAGES, Chooser, Rollout, Seat, make_rollout
@@ -89,9 +90,12 @@ class NeuralSource(DraftSource):
             ConfigError: sizes or vocabularies differ; the message names them.
         """
         config = self.drafter.config
+        layers = config.target_num_layers
+        if not layers:  # of a drafter whose file does not tell
+            layers = max([target.num_layers, *(i + 1 for i in config.target_layer_ids)])
         for what, ours, theirs in (
             ("hidden size", config.target_hidden_size, target.hidden_size),
-            ("number of layers", config.target_num_layers, target.num_layers),
+            ("number of layers", layers, target.num_layers),
             ("vocabulary", config.vocab_size, target.vocab_size),
         ):
             if ours != theirs:
@@ -101,6 +105,7 @@ class NeuralSource(DraftSource):
                 )
         self.drafter.attach(target.embedding, target.head)
         self.drafter.to(target.device, target.dtype)
+        self.drafter.projection = input_projection(self.drafter, target.dtype)
         wants_probs = self._rule != "invariant"
         eos = getattr(tokenizer, "eos_token_id", None)
         eos_ids = () if eos is None else (eos,)
