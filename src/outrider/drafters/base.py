@@ -4,6 +4,7 @@ Shape legend: T tokens of packed texts, A anchors, L depths, R guesses, H hidden
 V vocabulary of the target, U vocabulary of the drafter.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,8 @@ class Drafter(nn.Module):
     own_head: torch.Tensor | None  # [U, H], likewise
     d2t: torch.Tensor  # int64 [U], the target's id of each of its tokens
     temperatures: torch.Tensor  # float32 [K], what divides the logits of confidences, by depth
+    # While drafting, what makes the input of the layers in place of the modules of training.
+    projection: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

@@ -36,6 +36,8 @@ class DFlash(Drafter):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """What keys and values of the context are made from: [T, F] -> [T, H]."""
+        if self.projection is not None:
+            return self.projection(features)
         return self.hidden_norm(self.fc(features))
 
     def block_ids(self, anchor_ids: torch.Tensor, num_slots: int) -> torch.Tensor:

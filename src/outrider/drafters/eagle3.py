@@ -25,6 +25,8 @@ class Eagle3(Recurrent):
         self.layers = nn.ModuleList(DecoderLayer(config, i, i == 0) for i in layers)
 
     def first_state(self, features: torch.Tensor) -> torch.Tensor:
+        if self.projection is not None:
+            return self.projection(features)
         return self.fc(self.fc_norm(features) if self.config.norm_before_fc else features)
 
     def inputs(

@@ -51,7 +51,8 @@ class MTP(Recurrent):
     def inputs(
         self, tokens: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.joins[0](self.embed(tokens), state), None
+        join = self.projection or self.joins[0]
+        return join(self.embed(tokens), state), None
 
     def module(self, index: int) -> "MTP":
         """One module as a drafter of its own, with the same parameters."""

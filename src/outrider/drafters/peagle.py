@@ -29,6 +29,8 @@ class PEagle(Masked):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """[R, F] -> [R, H]"""
+        if self.projection is not None:
+            return self.projection(features)
         return self.fc(self.fc_norm(features) if self.config.norm_before_fc else features)
 
     def row_inputs(

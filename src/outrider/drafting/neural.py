@@ -15,8 +15,9 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.native import NativeStack, why_not_native
 from outrider.drafters.native_heads import input_projection
 from outrider.drafters.stack import Stack, TorchStack
+from outrider.drafting.chooser import NO_PAGES, Chooser, Seat
 from outrider.drafting.options import at_least
-from outrider.drafting.rollout import NO_PAGES, Chooser, Rollout, Seat, make_rollout
+from outrider.drafting.rollout import Rollout, make_rollout
 from outrider.drafting.source import Draft, DraftContext, DraftSource
 from outrider.errors import ConfigError, KVFull
 from outrider.target.base import PAGE_SIZE, Target

@@ -4,12 +4,10 @@ A rollout first takes in the rows of the text that are new to the drafter, then 
 a chain of masks in one forward, or one row per token. Rows beyond the text leave no trace: their
 KV is overwritten by the next call.
 
-Shape legend: B seats of a call, T rows of a forward, R rows that say a token, H hidden, F features,
-U vocabulary of the drafter.
+Shape legend: as in chooser.py; H hidden.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,122 +19,15 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.masked import Masked
 from outrider.drafters.medusa import Medusa
 from outrider.drafters.mtp import MTP
+from outrider.drafters.native_heads import MarkovChains, MedusaHeads
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
-from outrider.drafting.source import DraftContext
+from outrider.drafting.chooser import NO_PAGES, Chooser, Seat, ragged, rows_of
 from outrider.target.base import ForwardBatch
-from outrider.target.sampling import RowGroup, draw_drafts, target_probs
-
-NO_PAGES = np.zeros(0, np.int32)
 
 D = TypeVar("D", bound=Drafter)
 Rows = TypeVar("Rows", bound=Masked | Recurrent)
 Block = TypeVar("Block", bound=DFlash)
-
-
-@dataclass(slots=True)
-class Seat:
-    """One request in the course of one call."""
-
-    context: DraftContext
-    budget: int  # tokens to draft
-    noise_key: int
-    num_held: int  # rows of the text whose KV the drafter has
-    features: torch.Tensor  # [m, F] of the rows from there on
-    page_table: np.ndarray = field(default_factory=lambda: NO_PAGES)
-    tokens: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)  # logit of being accepted, per token
-    probs: list[torch.Tensor] = field(default_factory=list)  # [V] each token was drawn from
-
-    def token_at(self, place: int, count: int) -> np.ndarray:
-        return self.context.token_ids[place : place + count]
-
-
-class Chooser:
-    """Turns logits of the drafter into draft tokens, with the noise of the target's choice."""
-
-    def __init__(
-        self,
-        d2t: torch.Tensor,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        wants_probs: bool,
-    ) -> None:
-        self._d2t = d2t
-        self._id_map = d2t.cpu().numpy().astype(np.int32)
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._wants_probs = wants_probs
-
-    def choose(self, seats: Sequence[Seat], counts: Sequence[int], logits: torch.Tensor) -> None:
-        """Append to each seat its next `counts[i]` tokens, of rows that follow each other."""
-        groups, first = [], 0
-        for seat, count in zip(seats, counts, strict=True):
-            text = seat.context.token_ids
-            if seat.tokens:
-                text = np.concatenate([text, np.array(seat.tokens, np.int32)])
-            groups.append(
-                RowGroup(
-                    seat.context.params,
-                    seat.noise_key,
-                    text,
-                    seat.context.num_prompt_tokens,
-                    first,
-                    draft_ids=[-1] * (count - 1),
-                    eos_token_ids=self._eos_token_ids,
-                )
-            )
-            first += count
-        wide = None
-        if self._wants_probs or any(group.needs_edits for group in groups):
-            # Edits and distributions speak of the target's ids.
-            wide = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-            wide[:, self._d2t] = logits
-        if wide is None:
-            tokens, probs = draw_drafts(logits, groups, self._id_map)
-        else:
-            tokens, probs = draw_drafts(wide, groups)
-        chances = np.log(np.clip(probs, 1e-6, 1 - 1e-6) / (1 - np.clip(probs, 1e-6, 1 - 1e-6)))
-        for seat, group in zip(seats, groups, strict=True):
-            rows = slice(group.first_row, group.first_row + group.num_rows)
-            seat.tokens += tokens[rows].tolist()
-            seat.chances += chances[rows].tolist()
-            if wide is not None and self._wants_probs and not seat.context.params.is_greedy:
-                seat.probs += list(target_probs(wide, group))
-
-
-def ragged(
-    seats: Sequence[Seat],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    wanted: np.ndarray,
-    two_way: bool = False,
-) -> ForwardBatch:
-    """Rows `starts[i]` to `starts[i] + counts[i]` of each seat's text, in one forward.
-
-    Args:
-        wanted: int32 [R], rows of the forward whose logits are wanted.
-    """
-    rows = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])  # [T]
-    firsts = np.array(starts, np.int32)
-    return ForwardBatch(
-        token_ids=np.zeros(len(rows), np.int32),
-        positions=rows + np.repeat(firsts, counts),
-        row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),  # [B + 1]
-        context_lens=firsts,
-        page_tables=[seat.page_table for seat in seats],
-        parents=rows - np.int32(1),
-        logits_rows=wanted,
-        is_tree=np.zeros(len(seats), np.bool_),
-        two_way=two_way,
-    )
-
-
-def rows_of(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """The `counts[i]` rows from `firsts[i]` on, int32 [R]."""
-    return np.concatenate(
-        [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-    ).astype(np.int32)
 
 
 class Rollout(Generic[D]):
@@ -216,6 +107,13 @@ class BlockRollout(Rollout[Block]):
 class SequentialBlockRollout(BlockRollout[DSpark]):
     """DSpark: tokens of the block are chosen one after the other by a light head."""
 
+    def __init__(self, drafter: DSpark, stack: Stack, chooser: Chooser) -> None:
+        super().__init__(drafter, stack, chooser)
+        head = drafter.markov_head
+        self._chains: MarkovChains | None = None
+        if head is not None and head.kind == "vanilla":
+            self._chains = MarkovChains(head, drafter.d2t, self._dtype)
+
     def _say(
         self,
         seats: Sequence[Seat],
@@ -223,13 +121,14 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         states: torch.Tensor,
         logits: torch.Tensor,
     ) -> None:
-        firsts = np.cumsum([0, *budgets[:-1]])
         states = self.drafter.norm(states.to(self._dtype))
-        head = self.drafter.markov_head
-        if head is None:
+        if self.drafter.markov_head is None:
             super()._say(seats, budgets, states, logits)
+        elif self._chains is not None and self.chooser.are_plain(seats):
+            anchors = np.array([_last_token(seat) for seat in seats], np.int32)
+            self.chooser.take(seats, budgets, *self._chains.greedy(logits, budgets, anchors))
         else:
-            self._one_by_one(seats, budgets, states, logits, firsts)
+            self._one_by_one(seats, budgets, states, logits)
         self._rate(seats, budgets, states)
 
     def _one_by_one(
@@ -238,20 +137,25 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         budgets: list[int],
         states: torch.Tensor,
         logits: torch.Tensor,
-        firsts: np.ndarray,
     ) -> None:
-        head = self.drafter.markov_head
-        assert head is not None
-        memory: torch.Tensor | None = None
+        firsts = np.cumsum([0, *budgets[:-1]])
+        memory: torch.Tensor | None = None  # of an rnn, one row per seat
         for depth in range(max(budgets)):
             going = [i for i, budget in enumerate(budgets) if budget > depth]
             rows = torch.from_numpy(firsts[going] + depth)
-            before = torch.tensor([_last_token(seats[i]) for i in going])
-            if memory is not None and len(memory) != len(going):
-                kept = [i for i, budget in enumerate(budgets) if budget > depth - 1]
-                memory = memory[[kept.index(i) for i in going]]
-            bias, memory = head(before, states[rows], memory)
-            said = logits[rows] + bias.float()
+            said = logits[rows]
+            before = np.array([_last_token(seats[i]) for i in going], np.int32)
+            if self._chains is not None:
+                self._chains.add_bias(said, before)
+            else:
+                if memory is not None and len(memory) > len(going):
+                    kept = [i for i, budget in enumerate(budgets) if budget >= depth]
+                    memory = memory[[kept.index(i) for i in going]]
+                head = self.drafter.markov_head
+                assert head is not None
+                ids = torch.from_numpy(before.astype(np.int64))
+                bias, memory = head(ids, states[rows], memory)
+                said += bias
             self.chooser.choose([seats[i] for i in going], [1] * len(going), said)
 
     def _rate(self, seats: Sequence[Seat], budgets: list[int], states: torch.Tensor) -> None:
@@ -427,12 +331,14 @@ class HeadsRollout(Rollout[Medusa]):
         self._features(seat, count)
         seat.num_held += count
 
+    def __init__(self, drafter: Medusa, stack: Stack, chooser: Chooser) -> None:
+        super().__init__(drafter, stack, chooser)
+        self._heads = MedusaHeads(drafter, self._dtype)
+
     def draft(self, seats: Sequence[Seat]) -> None:
-        newest = torch.stack([seat.features[-1] for seat in seats]).to(self._dtype)
-        states = self.drafter.states(newest)  # [B, L, H]
+        newest = torch.stack([seat.features[-1] for seat in seats])
         budgets = [seat.budget for seat in seats]
-        kept = torch.cat([states[i, :budget] for i, budget in enumerate(budgets)])
-        self.chooser.choose(seats, budgets, self.drafter.logits(kept).float())
+        self.chooser.choose(seats, budgets, self._heads.logits(newest, budgets))
 
 
 def make_rollout(
