@@ -89,19 +89,20 @@ def print_rollouts(console: "Console", found: "Rollouts") -> None:
     """Acceptance by category as a table, and loops under it."""
     from rich.table import Table
 
-    table = Table(
-        "category", "prompts", "steps", "tokens per step", "95 %", "each depth, given those before"
-    )
+    table = Table("category", "prompts", "tokens per step", "accepted, by depth")
     for kind in found.kinds:
+        length = kind.length
         table.add_row(
             kind.category,
             str(kind.num_prompts),
-            f"{kind.num_steps:,}",
-            f"{kind.length.value:.2f}",
-            f"{kind.length.low:.2f}–{kind.length.high:.2f}",
+            f"{length.value:.2f} ({length.low:.2f}–{length.high:.2f})",
             " ".join(f"{share:.2f}" for share in kind.conditional),
         )
     console.print(table)
+    console.print(
+        "in brackets: 95 % of resampled prompts · by depth: given that all before it were",
+        style="dim",
+    )
     loops = found.loops
     if loops.num_looping:
         console.print(

@@ -107,20 +107,32 @@ def generate(llm: "LLM", plan: Plan, directory: Path, provenance: dict[str, Any]
         "target": llm.target.name,
         "tokenizer": llm.tokenizer.fingerprint,
     }
+    _open(directory, plan, about)
+    for index in range(plan.num_shards):
+        if not _shard(directory, index).exists():
+            done = _write(llm, plan, header, directory, index)
+            _write_about(directory, plan, about, provenance)
+            yield done
+
+
+def _open(directory: Path, plan: Plan, about: dict[str, Any]) -> None:
+    """Make sure that the directory is one of this plan, before its first shard is written."""
     path = directory / "data.json"
     if path.exists():
         found = read_header(path, KIND)
         differs = difference({key: found.get(key) for key in about}, about)
         if differs:
             raise DataError(f"{directory} holds other data; give another directory: {differs}")
+        if _shard(directory, 0).exists():  # a kill may have come between a shard and its count
+            _write_about(directory, plan, about, found.get("provenance", {}))
     elif any(directory.glob("tokens-*")):
         raise DataError(f"{directory} holds shards of data without their data.json")
-    for index in range(plan.num_shards):
-        shard = directory / f"tokens-{index:05d}.safetensors"
-        if not shard.exists():
-            done = _write(llm, plan, header, directory, index)
-            _write_about(directory, plan, about, provenance)
-            yield done
+    else:
+        write_header(path, KIND, {"categories": plan.categories, **about})
+
+
+def _shard(directory: Path, index: int) -> Path:
+    return directory / f"tokens-{index:05d}.safetensors"
 
 
 def chat_header(llm: "LLM") -> list[int]:
@@ -216,7 +228,7 @@ def _write_about(
 ) -> None:
     """data.json of the shards that are there. The id is that of the plan and the first shard, so
     that it stays when more follow, and differs where another machine writes other texts."""
-    first = (directory / "tokens-00000.safetensors").read_bytes()
+    first = _shard(directory, 0).read_bytes()
     identity = _hash(json.dumps(about, sort_keys=True), first)
     categories = plan.categories
     content = {"id": identity, "categories": categories, **about, "provenance": provenance}
