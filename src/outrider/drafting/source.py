@@ -89,7 +89,7 @@ class DraftSource:
         """Learn from what became of this source's drafts (only submitted ones are told)."""
 
     def finish(self, context: DraftContext) -> None:
-        """A request ended normally with this text; called before `release`."""
+        """A request ended normally with this text and its last features; before `release`."""
 
     def release(self, request_id: str) -> None:
         """Forget a request: it finished, was aborted, or was preempted. Must be idempotent."""

@@ -202,9 +202,9 @@ class Speculation:
 
     def finish(self, request: Request) -> None:
         """A request came to its end: every source may learn from its whole text."""
-        request.context.token_ids = request.tokens.view()
         each_and_then_raise(
-            partial(self._call, source, "finish", request.context) for source in self.sources
+            partial(self._call, source, "finish", self._context(source, request))
+            for source in self.sources
         )
 
     def release(self, request_id: str) -> None:
