@@ -126,7 +126,7 @@ def served(
     drafter: Drafter,
     prompts: list[list[int]],
     max_tokens: int,
-    num_threads: int = 2,
+    num_threads: int = 1,  # of two on a busy machine, each waits for the other
 ) -> tuple[list[list[int]], Counts]:
     """Answers of vLLM with the drafter exported to it, and its counts."""
     config = drafter.config

@@ -32,7 +32,7 @@ PROMPTS = [
     "What is two and two?",
 ]
 MAX_TOKENS, DEPTHS = 32, 4
-STEPS = {"dflash": 80}  # its slots learn apart from one another, and later
+STEPS = {"dflash": 120}  # its slots learn apart from one another, and later
 MASK = 7  # a special token that no text holds
 SHAPES = {
     "eagle3": {"target_layer_ids": (1, 14, 26)},
