@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from outrider.errors import ConfigError, SamplingError
 from outrider.threads import check_num_threads
 
 if TYPE_CHECKING:
+    from outrider.drafting.source import DraftSource
     from outrider.llm import LLM
     from outrider.sampling_params import SamplingParams
 
@@ -85,11 +87,17 @@ class ModelOptions:
         if self.num_threads is not None:
             check_num_threads(self.num_threads, "--num-threads")
 
-    def load(self, quiet: bool = False) -> "LLM":
-        """The model, ready to generate; unless quiet, a start that takes long says what it does."""
+    def load(self, quiet: bool = False, also: "Sequence[DraftSource]" = ()) -> "LLM":
+        """The model, ready to generate; unless quiet, a start that takes long says what it does.
+
+        `also` are sources beside those of the config.
+        """
         from outrider.cli.progress import start_up
 
         config = parse_speculative_config(self.speculative_config)
+        if also:
+            parts = config if isinstance(config, list) else [] if config is None else [config]
+            config = [*parts, *also]
         from outrider.llm import LLM  # seconds on a slow disk, and no part of loading the model
 
         with start_up(quiet):

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.options import ModelOptions
-from outrider.cli.train_options import about, bar
+from outrider.cli.train_options import about, bar, check_layers, layer_numbers
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.training.beginnings import Beginning
+    from outrider.training.generate import Recording
 
 TEMPERATURES = "0:60,0.7:15,1:25"
 PROMPT_ROOM = 512  # tokens of KV for the prompt of each request under way; most are shorter
@@ -47,6 +48,14 @@ def data(
     ] = TEMPERATURES,
     top_p: Annotated[float, typer.Option(help="Of answers with a temperature.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same texts.")] = 0,
+    features: Annotated[
+        Path | None,
+        typer.Option(help="Also keep what the model computes: the directory for its features."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="With --features: layers whose outputs are kept, as 1,8,14,20,27."),
+    ] = None,
     shard_size: Annotated[
         int, typer.Option(min=1, help="Prompts of one file: what a kill can lose.")
     ] = 512,
@@ -72,10 +81,12 @@ def data(
         seed=seed,
     )
     room = model.kv_cache_tokens or max(LEAST_ROOM, batch * (max_tokens + PROMPT_ROOM))
-    llm = replace(model, max_num_seqs=batch, kv_cache_tokens=room).load()
+    recording = _recording(model, features, layers)
+    also = [recording.recorder] if recording else []
+    llm = replace(model, max_num_seqs=batch, kv_cache_tokens=room).load(also=also)
     console = messages()
     with bar("prompts", plan.num_prompts) as advance:
-        for done in generate(llm, plan, output, about(_threads(), seed=seed)):
+        for done in generate(llm, plan, output, about(_threads(), seed=seed), recording):
             advance(done.num_prompts)
             console.print(
                 f"shard {done.index + 1} of {plan.num_shards}: {done.num_texts} texts, "
@@ -83,6 +94,30 @@ def data(
                 soft_wrap=True,
             )
     _conclude(output)
+
+
+def _recording(
+    model: ModelOptions, directory: Path | None, layers: str | None
+) -> "Recording | None":
+    """Features kept on the way, which costs less than `outrider train features` afterwards."""
+    from outrider.target.load import load_model
+    from outrider.training.generate import Recording
+    from outrider.training.recorder import Recorder
+
+    if directory is None and layers is None:
+        return None
+    if directory is None or layers is None:
+        raise ConfigError("--features and --layers go together, got one of them")
+    numbers = layer_numbers(layers)
+    loaded = load_model(model.model, model.dtype, model.device, model.tokenizer)
+    check_layers(numbers, loaded)
+    header = {
+        "layer_ids": list(numbers),
+        "hidden_size": loaded.config["hidden_size"],
+        "target": loaded.name,
+        "provenance": about(_threads()),
+    }
+    return Recording(directory, Recorder(loaded, numbers), header)
 
 
 def _threads() -> int:

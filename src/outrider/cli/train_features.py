@@ -6,8 +6,14 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.train_options import TargetOptions, about, bar, layer_numbers
-from outrider.errors import ConfigError, DataError
+from outrider.cli.train_options import (
+    TargetOptions,
+    about,
+    bar,
+    check_layers,
+    layer_numbers,
+)
+from outrider.errors import DataError
 
 GB = 1e9
 
@@ -43,9 +49,8 @@ def features(
     threads = target.set_threads()
     loaded = target.find()
     check_target(texts, loaded)
-    most, width = loaded.config["num_hidden_layers"] - 1, loaded.config["hidden_size"]
-    if max(numbers) > most:
-        raise ConfigError(f"--layers must be from -1 to {most} for {loaded.name}, got {layers}")
+    check_layers(numbers, loaded)
+    width = loaded.config["hidden_size"]
     header = {"layer_ids": list(numbers), "hidden_size": width, "target": loaded.name}
     open_features(output, texts, {**header, "provenance": about(threads)})
     todo = sum(len(shard.token_ids) for shard in shards_to_do(output, texts))

@@ -104,6 +104,14 @@ def layer_numbers(text: str) -> tuple[int, ...]:
     return found
 
 
+def check_layers(numbers: tuple[int, ...], loaded: "LoadedModel") -> None:
+    """Refuse layers that the model does not have."""
+    most = loaded.config["num_hidden_layers"] - 1
+    if max(numbers) > most:
+        given = ",".join(map(str, numbers))
+        raise ConfigError(f"--layers must be from -1 to {most} for {loaded.name}, got {given}")
+
+
 def about(num_threads: int, **more: Any) -> dict[str, Any]:
     """Provenance of what a command writes."""
     from outrider.bench.provenance import provenance

@@ -1,6 +1,6 @@
 """From a speculative config to draft sources; methods.py knows what each of them reads.
 
-The keys are vLLM's. A config is "auto", one object, a list of objects and sources, a source, or
+The keys are vLLM's. A config is "auto", one object, a list of these and of sources, a source, or
 None for plain decoding.
 """
 
@@ -21,7 +21,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.tables.find import find_table
 
 Config = Mapping[str, Any]
-SpeculativeConfig = str | Config | Sequence[Config | DraftSource] | DraftSource | None
+SpeculativeConfig = str | Config | Sequence[str | Config | DraftSource] | DraftSource | None
 
 RULE_KEY = "rejection_sample_method"
 RULES = {
@@ -93,6 +93,7 @@ def build_sources(
     """
     config, own_rule = split_rule(config)
     rule = own_rule if rule is None else _rule(rule)
+    around = Surroundings(load_model, rule, tokenizer)
     if config is None:
         return []
     if isinstance(config, str):
@@ -101,9 +102,11 @@ def build_sources(
                 f'speculative_config must be "auto", an object, a list, a DraftSource or None, '
                 f"got {shown(config)}"
             )
-        return [LookupSource(), PredictedSource(), *_shipped_table(rule, tokenizer)]
-    around = Surroundings(load_model, rule, tokenizer)
-    return [_build(part, around) for part in _parts(config)]
+        return _default(around)
+    sources: list[DraftSource] = []
+    for part in _parts(config):
+        sources += _default(around) if part == "auto" else [_build(part, around)]
+    return sources
 
 
 def check_config(config: SpeculativeConfig) -> None:
@@ -142,9 +145,9 @@ def _build(config: Any, around: Surroundings) -> DraftSource:
 def _checked_method(config: Any) -> str | None:
     """The method of one part of a config, whose keys and values are what it reads.
 
-    None: it is a source already.
+    None: it is a source already, or the default ones.
     """
-    if isinstance(config, DraftSource):
+    if isinstance(config, DraftSource) or config == "auto":
         return None
     if isinstance(config, type) and issubclass(config, DraftSource):
         raise ConfigError(
@@ -189,10 +192,13 @@ def _check_needs(name: str, config: Config, method: Method) -> None:
         raise ConfigError(f"a {name} is named by {named}, got both")
 
 
-def _shipped_table(rule: str, tokenizer: object | None) -> list[DraftSource]:
-    fingerprint = getattr(tokenizer, "fingerprint", None)
-    table = None if fingerprint is None else find_table(fingerprint)
-    return [] if table is None else [TableSource(table, branches=1 if rule == "block" else 2)]
+def _default(around: Surroundings) -> list[DraftSource]:
+    """What "auto" means: all that costs next to nothing."""
+    sources: list[DraftSource] = [LookupSource(), PredictedSource()]
+    table = None if around.fingerprint is None else find_table(around.fingerprint)
+    if table is not None:
+        sources.append(TableSource(table, branches=1 if around.rule == "block" else 2))
+    return sources
 
 
 def _custom(path: str, config: Config) -> DraftSource:

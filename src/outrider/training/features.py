@@ -112,10 +112,10 @@ class FeatureReader:
                     output.logits.argmax(-1).int(),
                 )
             )
-        return _joined(parts)
+        return joined(parts)
 
 
-def _joined(parts: list[Features]) -> Features:
+def joined(parts: list[Features]) -> Features:
     return Features(
         *(torch.cat([getattr(part, name) for part in parts]) for name in Features.__slots__)
     )
@@ -245,5 +245,10 @@ def write_features(reader: FeatureReader, data: Data, directory: Path) -> Iterat
             for name in Features.__slots__:
                 getattr(whole, name)[start:end] = getattr(part, name)
             yield end - start
-        tensors = {name: getattr(whole, name) for name in Features.__slots__}
-        write_tensors(feature_path(directory, shard), tensors)
+        write_shard_features(directory, shard, whole)
+
+
+def write_shard_features(directory: Path, shard: Shard, features: Features) -> None:
+    """Features of all tokens of a shard, as one file that is whole or not there."""
+    tensors = {name: getattr(features, name).contiguous() for name in Features.__slots__}
+    write_tensors(feature_path(directory, shard), tensors)

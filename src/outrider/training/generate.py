@@ -13,6 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from outrider.bench.repetition import loop_start
 from outrider.bench.workload import BenchPrompt
 from outrider.errors import DataError, PromptError
@@ -21,11 +23,14 @@ from outrider.training.beginnings import Beginning
 from outrider.training.dataset import (
     Data,
     Sample,
+    Shard,
     difference,
     read_header,
     write_header,
     write_shard,
 )
+from outrider.training.features import Features, joined, open_features, write_shard_features
+from outrider.training.recorder import Recorder
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
@@ -94,8 +99,26 @@ class Done:
         return self.num_tokens / max(1e-9, self.seconds)
 
 
-def generate(llm: "LLM", plan: Plan, directory: Path, provenance: dict[str, Any]) -> Iterator[Done]:
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Features that are kept while the target answers: where, and by whom."""
+
+    directory: Path
+    recorder: Recorder
+    about: dict[str, Any]  # for `open_features`
+
+
+def generate(
+    llm: "LLM",
+    plan: Plan,
+    directory: Path,
+    provenance: dict[str, Any],
+    recording: Recording | None = None,
+) -> Iterator[Done]:
     """Write the shards that are not there yet, and data.json after each.
+
+    Args:
+        recording: its recorder is one of the sources of `llm`.
 
     Raises:
         DataError: the directory holds data of another plan, or cannot be written.
@@ -110,8 +133,10 @@ def generate(llm: "LLM", plan: Plan, directory: Path, provenance: dict[str, Any]
     _open(directory, plan, about)
     for index in range(plan.num_shards):
         if not _shard(directory, index).exists():
-            done = _write(llm, plan, header, directory, index)
+            done = _write(llm, plan, header, directory, index, recording)
             _write_about(directory, plan, about, provenance)
+            if recording is not None:
+                open_features(recording.directory, Data(directory), recording.about)
             yield done
 
 
@@ -147,7 +172,14 @@ def chat_header(llm: "LLM") -> list[int]:
     return llm.tokenizer.encode(text.split(MARKER)[0], add_special_tokens=False)
 
 
-def _write(llm: "LLM", plan: Plan, header: list[int], directory: Path, index: int) -> Done:
+def _write(
+    llm: "LLM",
+    plan: Plan,
+    header: list[int],
+    directory: Path,
+    index: int,
+    recording: Recording | None,
+) -> Done:
     started = perf_counter()
     rng = random.Random(f"{plan.seed} {index}")
     wanted = plan.shard(index)
@@ -167,13 +199,26 @@ def _write(llm: "LLM", plan: Plan, header: list[int], directory: Path, index: in
         )
         for _ in kept
     ]
+    if recording is not None:
+        recording.recorder.forget()  # how prompts were written
     outputs = llm.generate([{"prompt_token_ids": each} for _, each in kept], params)
-    samples = [
-        sample
-        for (prompt, _), param, output in zip(kept, params, outputs, strict=True)
-        if (sample := _sample(prompt.category, param.temperature, output)) is not None
-    ]
+    samples = []
+    features: list[Features] = []
+    for (prompt, _), param, output in zip(kept, params, outputs, strict=True):
+        sample = _sample(prompt.category, param.temperature, output)
+        if sample is None:
+            continue
+        if recording is not None:
+            found = recording.recorder.take(sample, _text(output))
+            if found is None:
+                continue
+            features.append(found)
+        samples.append(sample)
     directory.mkdir(parents=True, exist_ok=True)
+    if recording is not None:  # first, so that no shard is ever without
+        recording.directory.mkdir(parents=True, exist_ok=True)
+        shard = Shard(_shard(directory, index))
+        write_shard_features(recording.directory, shard, joined(features))
     write_shard(directory, index, samples, plan.categories)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     return Done(index, len(wanted), len(samples), tokens, perf_counter() - started)
@@ -221,6 +266,12 @@ def _sample(category: str, temperature: float, output: "RequestOutput") -> Sampl
     if len(ids) < SHORTEST:
         return None
     return Sample(category, temperature, output.prompt_token_ids, ids)
+
+
+def _text(output: "RequestOutput") -> bytes:
+    """Prompt and answer, as the recorder names a text."""
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    return np.array(ids, np.int32).tobytes()
 
 
 def _write_about(

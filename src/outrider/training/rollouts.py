@@ -1,7 +1,7 @@
 """What the engine accepts of a source's drafts: prompts decoded, drafts all of one length.
 
 What is decoded in a loop, where a small model repeats itself up to the end, is easy to draft and
-counted apart. Intervals are of resampled prompts, for tokens of one answer are not independent.
+counted apart.
 """
 
 import itertools
@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from outrider.bench.drive import Pass
+from outrider.bench.intervals import per_step_interval
 from outrider.bench.repetition import loop_start
 
 ALL = "all"
-RESAMPLES = 2000
-LEVEL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """An estimate with its interval; of LEVEL over prompts."""
+    """An estimate with its interval over prompts."""
 
     value: float
     low: float
@@ -114,10 +113,7 @@ def _kind(name: str, steps: list[np.ndarray], depths: int, seed: int) -> Accepta
 def _ratio(tokens: np.ndarray, steps: np.ndarray, seed: int) -> Share:
     """Tokens per step over all prompts, with its bootstrap interval over prompts."""
     value = float(tokens.sum() / max(1.0, steps.sum()))
-    drawn = np.random.default_rng(seed).integers(0, len(tokens), (RESAMPLES, len(tokens)))
-    ratios = tokens[drawn].sum(1) / np.maximum(1.0, steps[drawn].sum(1))
-    low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Share(value, float(low), float(high))
+    return Share(value, *per_step_interval(tokens, steps, seed))
 
 
 def _loops(passed: Pass) -> Loops:
