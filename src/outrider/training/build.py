@@ -143,18 +143,32 @@ def _start_from_target(
                 f"got {list(copy_layers)}"
             )
         for ours, theirs in zip(layers, copy_layers, strict=True):
-            if f"model.layers.{theirs}.input_layernorm.weight" not in weights:
+            prefix = f"model.layers.{theirs}."
+            if f"{prefix}input_layernorm.weight" not in weights:
                 raise ConfigError(f"copy_layers names layer {theirs}, which the target lacks")
-            for name, parameter in ours.named_parameters():
-                given = weights.get(f"model.layers.{theirs}.{name}")
-                if given is None:
-                    continue
-                # A second input in front: the target's matrix reads the features, the embedding
-                # starts with no say.
-                if given.dim() == 2 and parameter.shape[1] == 2 * given.shape[1]:
-                    parameter[:, given.shape[1] :] = given
-                else:
-                    parameter.copy_(given)
-            if hasattr(ours, "hidden_norm"):
-                norm = weights[f"model.layers.{theirs}.input_layernorm.weight"]
-                ours.hidden_norm.weight.copy_(norm)  # pyright: ignore
+            _copy_layer(ours, {n.removeprefix(prefix): w for n, w in weights.items()})
+        first = weights[f"model.layers.{copy_layers[0]}.input_layernorm.weight"]
+        if hasattr(drafter, "hidden_norm"):  # what keys and values of the first layer expect
+            drafter.hidden_norm.weight.copy_(first)  # pyright: ignore
+
+
+def _copy_layer(ours: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+    """Parameters of one of the target's layers, by their names inside it."""
+    for name, parameter in ours.named_parameters():
+        matrix = given.get(name)
+        if matrix is None:
+            continue
+        # A second input in front: the target's matrix reads the features, the embedding
+        # starts with no say.
+        if matrix.dim() == 2 and parameter.shape[1] == 2 * matrix.shape[1]:
+            parameter[:, matrix.shape[1] :] = matrix
+        else:
+            parameter.copy_(matrix)
+    norm = given["input_layernorm.weight"].float()
+    if hasattr(ours, "hidden_norm"):
+        ours.hidden_norm.weight.copy_(norm)  # pyright: ignore
+    for kind in "qk":  # norms that the target lacks: queries and keys keep their usual length
+        name = f"self_attn.{kind}_norm"
+        if f"{name}.weight" not in given and hasattr(ours.get_submodule(name), "weight"):
+            spread = (given[f"self_attn.{kind}_proj.weight"].float() * norm).square().sum(1)
+            ours.get_submodule(name).weight.fill_(float(spread.mean().sqrt()))  # pyright: ignore
