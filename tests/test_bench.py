@@ -158,11 +158,11 @@ def test_every_round_starts_anew_and_warm_up_is_another_text() -> None:
         return twin(plain, source, max_num_seqs=batch)
 
     seen: list[int] = []
-    result = measure(lambda _: twin(plain), speculative, prompts, params, 1, 2, seen.append)
+    result = measure([lambda _: twin(plain), speculative], prompts, params, 1, 2, seen.append)
     assert len(made) == 2 and all(set(source.finished) > set(known) for source in made)
     assert all(set(source.finished) - set(known) == {"-1", "-2"} for source in made)
     assert sum(seen) == 2 * 2 * 3
-    for part in (*result.plain, *result.speculative):
+    for part in (part for side in result.sides for part in side):
         assert {str(a.index): a.token_ids for a in part.answers} == known
     summary = summarise(result, ["u", "v", "u"], [3, 2, 3])
     assert summary.acceptance_length is not None and summary.acceptance_length > 1.5
@@ -351,14 +351,16 @@ def test_forward_cost_has_one_value_per_row_count() -> None:
 
 def whole_study(**changes: Any) -> Any:
     settings = Settings(batches=(1, 2), rounds=1, max_tokens=10, **changes)
-    study = bench_model(toy_llm(), "auto", toy_workload("the the the the", "abc", "the"), settings)
+    study = bench_model(
+        toy_llm(), {"auto": "auto"}, toy_workload("the the the the", "abc", "the"), settings
+    )
     study.provenance = provenance(2)
     return study
 
 
 def test_a_study_is_json_with_provenance() -> None:
     found = json.loads(json.dumps(whole_study().as_json()))
-    assert found["format"] == 1 and found["lossless"]["is_lossless"] is True
+    assert found["format"] == 2 and found["lossless"]["is_lossless"] is True
     assert found["lossless"]["num_answers"] == 3 * (2 * 2 - 1)
     assert [one["batch"] for one in found["measurements"]] == [1, 2]
     assert found["measurements"][0]["plain"]["tokens_per_second"]["values"]

@@ -137,9 +137,9 @@ def test_a_seed_below_zero_is_a_seed() -> None:
 def test_lengths_are_held_against_the_context_of_the_model() -> None:
     settings = Settings(batches=(1,), rounds=1, max_tokens=8, contexts=(505,))
     with pytest.raises(PromptError, match="--context-lengths 505 and --max-tokens 8 together"):
-        bench_model(toy_llm(), "auto", toy_workload("a"), settings)
+        bench_model(toy_llm(), {"auto": "auto"}, toy_workload("a"), settings)
     with pytest.raises(PromptError, match="--max-tokens 512 must leave room"):
-        bench_model(toy_llm(), "auto", toy_workload("a"), Settings(max_tokens=512))
+        bench_model(toy_llm(), {"auto": "auto"}, toy_workload("a"), Settings(max_tokens=512))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,9 @@ def test_every_bad_line_is_named(line: str, message: str, tmp_path: Path) -> Non
 
 def small_study(rounds: int = 2) -> Study:
     settings = Settings(batches=(1, 2), rounds=rounds, max_tokens=40)
-    study = bench_model(toy_llm(), "auto", toy_workload("the the the", "abc", "the"), settings)
+    study = bench_model(
+        toy_llm(), {"auto": "auto"}, toy_workload("the the the", "abc", "the"), settings
+    )
     study.provenance = provenance(2)
     return study
 

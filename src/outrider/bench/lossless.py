@@ -1,7 +1,7 @@
 """Is the speculative text the plain text, token by token?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.comparison import first_difference
@@ -14,13 +14,30 @@ SHOWN = 5  # differences that are kept
 
 
 @dataclass(slots=True)
-class Verdict:
-    """Every answer of every round and batch size against the first plain answer to its prompt."""
+class Tally:
+    """Answers of one side."""
 
     num_answers: int = 0  # compared
     num_same: int = 0
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Every answer of every round and batch size against the first plain answer to its prompt."""
+
+    sides: dict[str, Tally] = field(default_factory=dict)
     differences: list[dict[str, Any]] = field(default_factory=list)  # the first SHOWN
     _reference: dict[Any, list[int]] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that were compared."""
+        return sum(tally.num_answers for tally in self.sides.values())
+
+    @property
+    def num_same(self) -> int:
+        """Those that are the plain text."""
+        return sum(tally.num_same for tally in self.sides.values())
 
     @property
     def is_lossless(self) -> bool:
@@ -33,14 +50,15 @@ class Verdict:
 
         Plain decoding is compared too: a text that changes with batch or round is not repeatable.
         """
+        tally = self.sides.setdefault(side, Tally())
         for number, part in enumerate(rounds):
             for answer in sorted(part.answers, key=lambda answer: answer.index):
                 reference = self._reference.setdefault((group, answer.index), answer.token_ids)
                 if reference is answer.token_ids:
                     continue
-                self.num_answers += 1
+                tally.num_answers += 1
                 if reference == answer.token_ids:
-                    self.num_same += 1
+                    tally.num_same += 1
                 elif len(self.differences) < SHOWN:
                     where = {"side": side, "batch": batch, "round": number, "prompt": answer.index}
                     self.differences.append(where | _difference(llm, reference, answer.token_ids))
@@ -57,6 +75,7 @@ class Verdict:
             "is_lossless": self.is_lossless,
             "num_answers": self.num_answers,
             "num_same": self.num_same,
+            "sides": {name: asdict(tally) for name, tally in self.sides.items()},
             "differences": self.differences,
         }
 

@@ -6,10 +6,12 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.sections import FEW_DRAFTS, case_name, times
+from outrider.bench.configs import PLAIN as PLAIN_SIDE
+from outrider.bench.sections import FEW_DRAFTS, case_name, phases_of, times
 from outrider.bench.study import Study
 from outrider.bench.timing import Spread
 
@@ -21,6 +23,8 @@ PLAIN, SPECULATIVE = "#9aa5b1", "#1f6feb"
 PHASE_COLOURS = {"draft": "#e8a33d", "verify": "#1f6feb", "other": "#9aa5b1"}
 # Characters that no XML may hold, not even as an escape.
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+WIDE_NAME = 20  # characters; four names of more do not fit above a plot
+MARKS = "os^Dv"
 LINES = ("#1f6feb", "#e8a33d", "#2da44e", "#bf3989", "#8250df", "#57606a")
 
 
@@ -81,29 +85,45 @@ def svg(draw: Callable[["Axes"], None], width: float, height: float) -> str:
     return text[text.index("<svg") :]
 
 
-def pairs_of_bars(
-    axes: "Axes",
-    names: list[str],
-    plain: list[Spread | None],
-    other: list[Spread | None],
-    ratios: list[Spread | None],
-) -> None:
-    """Horizontal bars of two sides with their spread, and the ratio at the end."""
-    for row, (slow, fast, ratio) in enumerate(zip(plain, other, ratios, strict=True)):
-        for value, offset, colour in ((slow, 0.2, PLAIN), (fast, -0.2, SPECULATIVE)):
-            if value is not None:
-                axes.barh(row - offset, value.median, 0.36, color=colour)
-                axes.plot([value.low, value.high], [row - offset] * 2, color="#24292f", lw=1.2)
-        if slow is not None and fast is not None:
-            end = max(fast.high, slow.high)
-            label(axes, end, row, times(ratio), fontweight="bold")
-    axes.set_yticks(range(len(names)), names)
+@dataclass(slots=True)
+class Side:
+    """What is drawn of one side: a value for each row, and its ratio to the first side's."""
+
+    name: str
+    values: list[Spread | None]
+    ratios: list[Spread | None] = field(default_factory=list)
+
+
+def groups_of_bars(axes: "Axes", rows: list[str], sides: list[Side]) -> None:
+    """Horizontal bars of all sides of each row with their spread, and the ratios at the ends."""
+    step = 0.8 / len(sides)
+    is_pair = len(sides) == 2
+    colours = (PLAIN, *LINES * len(sides))[: len(sides)]
+    for number, (side, colour) in enumerate(zip(sides, colours, strict=True)):
+        for row, value in enumerate(side.values):
+            if value is None:
+                continue
+            y = row - 0.4 + step * (number + 0.5)
+            axes.barh(y, value.median, 0.9 * step, color=colour)
+            axes.plot([value.low, value.high], [y] * 2, color="#24292f", lw=1.2)
+            plain = sides[0].values[row]
+            if number and plain is not None:
+                # One ratio stands between its two bars, several each behind its own.
+                place = (max(plain.high, value.high), row) if is_pair else (value.high, y)
+                label(axes, *place, times(side.ratios[row]), fontweight="bold")
+    axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     axes.tick_params(axis="y", length=0)
-    handles = [axes.barh(0, 0, color=colour) for colour in (PLAIN, SPECULATIVE)]
-    axes.legend(handles, ("plain", "speculative"), loc="lower left", ncols=2, bbox_to_anchor=(0, 1))
+    handles = [axes.barh(0, 0, color=colour) for colour in colours]
+    _legend_above(axes, handles, [side.name for side in sides])
+
+
+def _legend_above(axes: "Axes", handles: list[Any], names: list[str]) -> None:
+    wide = max(map(len, names)) > WIDE_NAME
+    columns = min(len(names), 2 if wide else 4)
+    axes.legend(handles, names, loc="lower left", ncols=columns, bbox_to_anchor=(0, 1))
 
 
 def label(axes: "Axes", x: float, y: float, text: str, **style: Any) -> None:
@@ -111,45 +131,78 @@ def label(axes: "Axes", x: float, y: float, text: str, **style: Any) -> None:
     axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", **style)
 
 
+def _sides(
+    study: Study,
+    cases: list[list[Any]],
+    plain: Callable[[Any], Spread | None],
+    speculative: Callable[[Any], Spread | None],
+    gain: Callable[[Any], Spread | None],
+) -> list[Side]:
+    """All sides over cases, each of which has something of every config."""
+    return [
+        Side(PLAIN_SIDE, [plain(case[0]) for case in cases]),
+        *(
+            Side(
+                study.side(name),
+                [speculative(case[number]) for case in cases],
+                [gain(case[number]) for case in cases],
+            )
+            for number, name in enumerate(study.configs)
+        ),
+    ]
+
+
 def _speedups(axes: "Axes", study: Study) -> None:
-    many = study.measurements
-    pairs_of_bars(
-        axes,
-        [case_name(one) for one in many],
-        [one.plain.tokens_per_second for one in many],
-        [one.speculative.tokens_per_second for one in many],
-        [one.speedup for one in many],
+    cases = study.cases(study.measurements)
+    sides = _sides(
+        study,
+        cases,
+        lambda one: one.plain.tokens_per_second,
+        lambda one: one.speculative.tokens_per_second,
+        lambda one: one.speedup,
     )
+    groups_of_bars(axes, [case_name(case[0]) for case in cases], sides)
     axes.set_xlabel("output tokens per second, all requests together")
 
 
 def _kinds(axes: "Axes", study: Study) -> None:
-    kinds = study.measurements[0].kinds
-    names = [kind.category for kind in kinds]
-    plain, other = [kind.plain for kind in kinds], [kind.speculative for kind in kinds]
-    pairs_of_bars(axes, names, plain, other, [kind.speedup for kind in kinds])
+    case = study.cases(study.measurements)[0]
+    kinds = list(zip(*(one.kinds for one in case), strict=True))
+    sides = _sides(
+        study,
+        [list(of_one) for of_one in kinds],
+        lambda kind: kind.plain,
+        lambda kind: kind.speculative,
+        lambda kind: kind.speedup,
+    )
+    groups_of_bars(axes, [of_one[0].category for of_one in kinds], sides)
     axes.set_xlabel("decoded tokens per second of one request")
 
 
 def _positions(axes: "Axes", study: Study) -> None:
-    number = 0
-    for one in study.measurements:
-        for source in one.sources:
-            shares = [
-                (i, 100 * kept / of, of) for i, (kept, of) in enumerate(source.places, 1) if of
-            ]
-            sure = [place for place in shares if place[2] >= FEW_DRAFTS]
-            colour = LINES[number % len(LINES)]
-            # Without the last sure place the faint part would float on its own.
-            faint = shares[max(0, len(sure) - 1) :]
-            axes.plot(*_xy(faint), "o:", ms=3, color=colour, alpha=0.35)
-            name = f"{source.name}, {case_name(one)}"
-            axes.plot(*_xy(sure), "o-", ms=4, color=colour, label=name)
-            number += 1
-    axes.set_xlabel(f"place in the draft (faint: of fewer than {FEW_DRAFTS} drafts)")
+    """Of all batch sizes; of several configs at the first one, or lines would hide each other."""
+    many = study.measurements[: len(study.configs)] if study.has_several else study.measurements
+    lines = [
+        (number, place, source)
+        for number, one in enumerate(many)
+        for place, source in enumerate(one.sources)
+    ]
+    for line, (number, place, source) in enumerate(lines):
+        colour = LINES[(number if study.has_several else line) % len(LINES)]
+        mark = MARKS[(place if study.has_several else 0) % len(MARKS)]
+        shares = [(i, 100 * kept / of, of) for i, (kept, of) in enumerate(source.places, 1) if of]
+        sure = [share for share in shares if share[2] >= FEW_DRAFTS]
+        # Without the last sure place the faint part would float on its own.
+        faint = shares[max(0, len(sure) - 1) :]
+        axes.plot(*_xy(faint), f"{mark}:", ms=3, color=colour, alpha=0.35)
+        name = many[number].config if study.has_several else case_name(many[number])
+        name = name if name == source.name else f"{source.name}, {name}"
+        axes.plot(*_xy(sure), f"{mark}-", ms=4, color=colour, label=name)
+    where = f" at {case_name(many[0])}" if study.has_several else ""
+    axes.set_xlabel(f"place in the draft{where} (faint: of fewer than {FEW_DRAFTS} drafts)")
     axes.set_ylabel("kept of submitted, %")
     axes.set_ylim(0, 105)
-    if number:
+    if lines:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
@@ -158,28 +211,32 @@ def _xy(places: list[tuple[int, float, int]]) -> tuple[list[int], list[float]]:
 
 
 def _contexts(axes: "Axes", study: Study) -> None:
-    names = [f"{one.context_tokens} tokens" for one in study.contexts]
-    plain = [one.plain.decode_tokens_per_second for one in study.contexts]
-    other = [one.speculative.decode_tokens_per_second for one in study.contexts]
-    pairs_of_bars(axes, names, plain, other, [one.decode_speedup for one in study.contexts])
+    cases = study.cases(study.contexts)
+    sides = _sides(
+        study,
+        cases,
+        lambda one: one.plain.decode_tokens_per_second,
+        lambda one: one.speculative.decode_tokens_per_second,
+        lambda one: one.decode_speedup,
+    )
+    groups_of_bars(axes, [f"{case[0].context_tokens} tokens" for case in cases], sides)
     axes.set_xlabel("decoded tokens per second of one request")
 
 
 def _phases(axes: "Axes", study: Study) -> None:
     names: list[str] = []
-    for one in study.measurements:
-        for name, side in (("plain", one.plain), ("speculative", one.speculative)):
-            left = 0.0
-            for phase, value in side.milliseconds_per_step.items():
-                axes.barh(len(names), value, 0.6, left=left, color=PHASE_COLOURS[phase])
-                left += value
-            names.append(f"{case_name(one)}, {name}")
+    for name, side in phases_of(study):
+        left = 0.0
+        for phase, value in side.milliseconds_per_step.items():
+            axes.barh(len(names), value, 0.6, left=left, color=PHASE_COLOURS[phase])
+            left += value
+        names.append(name)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("milliseconds per step")
     handles = [axes.barh(0, 0, color=colour) for colour in PHASE_COLOURS.values()]
-    axes.legend(handles, list(PHASE_COLOURS), loc="lower left", ncols=3, bbox_to_anchor=(0, 1))
+    _legend_above(axes, handles, list(PHASE_COLOURS))
 
 
 def _forward(axes: "Axes", study: Study) -> None:
@@ -197,25 +254,30 @@ def _forward(axes: "Axes", study: Study) -> None:
 
 
 class _Figure:
-    """How a plot is drawn, and its size in inches by the number of its rows."""
+    """How a plot is drawn, and its size in inches by the number of its bars."""
 
     def __init__(
-        self, draw: Callable[["Axes", Study], None], num_rows: Callable[[Study], int] | None = None
+        self, draw: Callable[["Axes", Study], None], num_bars: Callable[[Study], int] | None = None
     ) -> None:
         self.draw = draw
-        self._num_rows = num_rows
+        self._num_bars = num_bars
 
     def size(self, study: Study) -> tuple[float, float]:
-        if self._num_rows is None:
+        if self._num_bars is None:
             return 7.5, 3.0
-        return 7.5, 1.2 + 0.5 * self._num_rows(study)
+        return 7.5, 1.2 + 0.25 * self._num_bars(study)
+
+
+def _grouped(num_rows: Callable[[Study], int]) -> Callable[[Study], int]:
+    """One bar for plain decoding and one for each config in every row."""
+    return lambda study: (1 + len(study.configs)) * num_rows(study)
 
 
 _FIGURES = {
-    "speedups": _Figure(_speedups, lambda study: len(study.measurements)),
-    "kinds": _Figure(_kinds, lambda study: len(study.measurements[0].kinds)),
+    "speedups": _Figure(_speedups, _grouped(lambda study: len(study.cases(study.measurements)))),
+    "kinds": _Figure(_kinds, _grouped(lambda study: len(study.measurements[0].kinds))),
     "positions": _Figure(_positions),
-    "contexts": _Figure(_contexts, lambda study: len(study.contexts)),
-    "phases": _Figure(_phases, lambda study: 2 * len(study.measurements)),
+    "contexts": _Figure(_contexts, _grouped(lambda study: len(study.cases(study.contexts)))),
+    "phases": _Figure(_phases, lambda study: 2 * len(phases_of(study))),
     "forward": _Figure(_forward),
 }

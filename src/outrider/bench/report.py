@@ -14,7 +14,7 @@ from outrider.bench.study import Study
 TITLE = "outrider bench"
 STYLE = """
 body { font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif;
-       color: #24292f; background: #fff; max-width: 64rem; margin: 2rem auto; padding: 0 1.5rem; }
+       color: #24292f; background: #fff; max-width: 72rem; margin: 2rem auto; padding: 0 1.5rem; }
 h1 { font-size: 1.9rem; margin: 0 0 .2rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .4rem; }
 p { max-width: 46rem; margin: .4rem 0 .8rem; } .lead { font-size: 1.2rem; }
 .about { color: #57606a; margin: 0 0 1.2rem; }

@@ -1,7 +1,8 @@
-"""Plain and speculative decoding of the same prompts, in turns, round after round."""
+"""Several ways of decoding the same prompts, in turns, round after round."""
 
+import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.bench.drive import Pass, drive
@@ -21,23 +22,18 @@ MakeLLM = Callable[[int], "LLM"]  # given the batch size
 
 @dataclass(slots=True)
 class Measured:
-    """All rounds of both sides at one batch size."""
+    """All rounds of every side at one batch size; the first side is plain decoding."""
 
     batch: int
-    plain: list[Pass] = field(default_factory=list)
-    speculative: list[Pass] = field(default_factory=list)
+    sides: list[list[Pass]]
 
-    @property
-    def sides(self) -> tuple[list[Pass], list[Pass]]:
-        return self.plain, self.speculative
-
-    def add_round(self, passes: tuple[list[Pass], list[Pass]]) -> None:
+    def add_round(self, passes: Sequence[list[Pass]]) -> None:
         """Take in a whole round, as the slices of each side."""
         for rounds_of_side, parts in zip(self.sides, passes, strict=True):
             rounds_of_side.append(sum(parts[1:], parts[0]))
 
     def keep_whole_rounds(self) -> bool:
-        """Drop what one side has alone; whether anything is left."""
+        """Drop what some sides have and others do not; whether anything is left."""
         count = min(map(len, self.sides))
         for rounds_of_side in self.sides:
             del rounds_of_side[count:]
@@ -45,8 +41,7 @@ class Measured:
 
 
 def measure(
-    make_plain: MakeLLM,
-    make_speculative: MakeLLM,
+    makers: Sequence[MakeLLM],
     prompts: Prompts,
     params: "SamplingParams",
     batch: int,
@@ -54,30 +49,42 @@ def measure(
     done: Callable[[int], None] = lambda _: None,
     result: Measured | None = None,
 ) -> Measured:
-    """Decode all prompts `rounds` times by both sides.
+    """Decode all prompts `rounds` times by every side.
 
-    Both sides are made anew for every round, and warmed up with prompts that are not measured:
-    no source has seen an answer of the round before it, and no first call is timed. Within a
-    round the sides take turns over slices of the prompts.
+    Sides are made anew for every round, and warmed up with prompts that are not measured: no
+    source has seen an answer of the round before it, and no first call is timed. Within a round
+    the sides take turns over slices of the prompts.
 
     Args:
-        make_plain, make_speculative: engines on one target, given the batch size.
+        makers: of each side, engines on one target given the batch size; plain decoding first.
         done: called with the number of answers that were just finished.
         result: where rounds go as they end, for who wants them when a later one does not.
     """
-    result = result or Measured(batch)
-    slices = list(_slices(prompts, batch))
+    result = result or Measured(batch, [[] for _ in makers])
     for number in range(rounds):
-        llms = make_plain(batch), make_speculative(batch)
-        passes: tuple[list[Pass], list[Pass]] = ([], [])
-        for place, part in enumerate(slices):
-            for side in turns(2, number + place):
-                if place == 0:
-                    warm_up(llms[side], batch)
-                passes[side].append(drive(llms[side], part, params, batch))
-                done(len(part))
-        result.add_round(passes)
+        result.add_round(_round(makers, prompts, params, batch, number, done))
     return result
+
+
+def _round(
+    makers: Sequence[MakeLLM],
+    prompts: Prompts,
+    params: "SamplingParams",
+    batch: int,
+    number: int,
+    done: Callable[[int], None],
+) -> list[list[Pass]]:
+    """The slices of each side."""
+    gc.collect()  # engines hold themselves in circles: those of the last round, with weights and KV
+    llms = [make(batch) for make in makers]
+    passes: list[list[Pass]] = [[] for _ in llms]
+    for place, part in enumerate(_slices(prompts, batch)):
+        for side in turns(len(llms), number + place):
+            if place == 0:
+                warm_up(llms[side], batch)
+            passes[side].append(drive(llms[side], part, params, batch))
+            done(len(part))
+    return passes
 
 
 def warm_up(llm: "LLM", batch: int) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.bench.configs import PLAIN
+from outrider.bench.intervals import LEVEL
 from outrider.bench.study import Study
-from outrider.bench.summary import Kind, Measurement
+from outrider.bench.summary import Kind, Measurement, Side
 from outrider.bench.timing import Spread
 
 NOTHING = "–"
@@ -38,7 +40,7 @@ def sections(study: Study) -> list[Section]:
     """Everything worth telling, the most important first."""
     parts = [_speed(study)]
     if not study.label:
-        parts += [_kinds(study.measurements[0]), _same_text(study), _loops(study)]
+        parts += [_kinds(study), _same_text(study), _loops(study)]
     parts.append(_acceptance(study))
     if study.contexts:
         parts.append(_contexts(study))
@@ -48,8 +50,14 @@ def sections(study: Study) -> list[Section]:
 
 def headline(study: Study) -> str:
     """The result in one sentence."""
-    many = study.measurements
-    gains = ", ".join(f"{times(one.speedup)} at {case_name(one)}" for one in many)
+    by_config: dict[str, list[str]] = {}
+    for one in study.measurements:
+        gain = f"{times(one.speedup)} at {case_name(one)}"
+        by_config.setdefault(one.config, []).append(gain)
+    gains = "; ".join(
+        f"{name} {', '.join(found)}" if study.has_several else ", ".join(found)
+        for name, found in by_config.items()
+    )
     same = f"{study.verdict.num_same} of {study.verdict.num_answers} answers are the plain text"
     result = f"Tokens per second of speculative over plain decoding: {gains}. {same}."
     return f"{study.incomplete} {result}" if study.incomplete else result
@@ -74,6 +82,13 @@ def with_spread(
 def ratio(value: Spread | None) -> str:
     """A ratio with its range: ``1.84× (1.80–1.91)``."""
     return with_spread(value, "{:.2f}", unit="×")
+
+
+def acceptance(one: Kind | Measurement) -> str:
+    """Tokens per forward and what they could be with other prompts: ``1.84 (1.71–1.96)``."""
+    middle = number(one.acceptance_length)
+    ends = [number(end) for end in one.acceptance_interval or ()]
+    return middle if len(set(ends)) < 2 else f"{middle} ({'–'.join(ends)})"
 
 
 def number(value: float | None, form: str = "{:.2f}") -> str:
@@ -104,15 +119,21 @@ def case_name(one: Measurement) -> str:
     return name
 
 
+def row_name(study: Study, one: Measurement, name: str | None = None) -> str:
+    """The name of a row, and of the config where there are several: ``batch 8, mine``."""
+    name = case_name(one) if name is None else name
+    return f"{name}, {one.config}" if study.has_several else name
+
+
 def _speed(study: Study) -> Section:
     rows = [
         [
-            case_name(one),
+            row_name(study, one),
             with_spread(one.plain.tokens_per_second),
             with_spread(one.speculative.tokens_per_second),
             ratio(one.speedup),
             ratio(one.decode_speedup),
-            number(one.acceptance_length),
+            acceptance(one),
             " / ".join(f"{1e3 * side.first_token_seconds.median:.0f}" for side in one.sides),
         ]
         for one in study.measurements
@@ -129,14 +150,15 @@ def _speed(study: Study) -> Section:
     words = (
         "Throughput counts all output tokens over the wall time, prompts included. Decoding is the "
         "speed of one request after its first token, without text that loops. Tokens per forward "
-        "says how many tokens one forward of the target gave a request: plain decoding gives one. "
+        "says how many tokens one forward of the target gave a request (plain decoding gives one), "
+        f"with {LEVEL:.0%} intervals of drawing the prompts again in parentheses. "
         "The first token's time is given for plain and speculative decoding. "
         f"{_medians(study)}"
     )
     details = busy(study.provenance)
     details += [
-        f"{case_name(one)}: on average {one.speculative.mean_batch:.1f} requests were decoded at "
-        "the same time, fewer than the batch size while the last answers run out"
+        f"{row_name(study, one)}: on average {one.speculative.mean_batch:.1f} requests were "
+        "decoded at the same time, fewer than the batch size while the last answers run out"
         for one in study.measurements
         if one.speculative.mean_batch < 0.8 * one.batch
     ]
@@ -154,18 +176,20 @@ def _medians(study: Study) -> str:
     return f"Medians over {many} rounds with {ends} in parentheses."
 
 
-def _kinds(one: Measurement) -> Section:
-    def row(kind: Kind) -> list[str]:
-        return [
-            kind.category,
+def _kinds(study: Study) -> Section:
+    case = study.cases(study.measurements)[0]
+    rows = [
+        [
+            row_name(study, one, kind.category),
             str(kind.num_prompts),
             with_spread(kind.plain),
             with_spread(kind.speculative),
             ratio(kind.speedup),
-            number(kind.acceptance_length),
+            acceptance(kind),
             number(kind.draft_acceptance_rate, "{:.0%}"),
         ]
-
+        for one, kind in kinds_of(case)
+    ]
     header = [
         "kind of prompt",
         "prompts",
@@ -176,13 +200,17 @@ def _kinds(one: Measurement) -> Section:
         "drafts kept",
     ]
     words = (
-        f"One request's decoding at {case_name(one)}. Text that repeats its prompt (edits, JSON, "
-        "copies) is easy to draft, open text is hard: an average over kinds says little about "
-        "your own mix."
+        f"One request's decoding at {case_name(case[0])}. Text that repeats its prompt (edits, "
+        "JSON, copies) is easy to draft, open text is hard: an average over kinds says little "
+        "about your own mix."
     )
-    return Section(
-        "By kind of prompt", words, Table(header, [row(kind) for kind in one.kinds]), "kinds"
-    )
+    return Section("By kind of prompt", words, Table(header, rows), "kinds")
+
+
+def kinds_of(case: list[Measurement]) -> list[tuple[Measurement, Kind]]:
+    """Every kind of prompt with each config, configs next to each other."""
+    by_kind = zip(*(one.kinds for one in case), strict=True)
+    return [pair for kinds in by_kind for pair in zip(case, kinds, strict=True)]
 
 
 def _same_text(study: Study) -> Section:
@@ -192,7 +220,7 @@ def _same_text(study: Study) -> Section:
             f"All {verdict.num_answers} answers, plain and speculative, of every round and batch "
             "size, are token for token the first plain answer to their prompt."
         )
-        return Section("Same text", words)
+        return Section("Same text", words, details=_tallies(study))
     words = f"{verdict.num_same} of {verdict.num_answers} answers are the plain text."
     if not study.target["deterministic"]:
         words += (
@@ -205,13 +233,23 @@ def _same_text(study: Study) -> Section:
         f"this one {one['other_token']!r}"
         for one in verdict.differences
     ]
-    return Section("Not the same text", words, details=details)
+    return Section("Not the same text", words, details=[*_tallies(study), *details])
+
+
+def _tallies(study: Study) -> list[str]:
+    """Of each side, where there are several configs."""
+    if not study.has_several:
+        return []
+    return [
+        f"{name}: {tally.num_same} of {tally.num_answers} answers"
+        for name, tally in study.verdict.sides.items()
+    ]
 
 
 def _loops(study: Study) -> Section:
     rows = [
         [
-            case_name(one),
+            row_name(study, one),
             f"{one.loops.num_looping} of {one.loops.num_answers}",
             f"{one.loops.token_share:.0%}",
             number(one.loops.acceptance_length),
@@ -234,7 +272,7 @@ def _acceptance(study: Study) -> Section:
             kept = source.num_accepted_draft_tokens / max(1, source.num_draft_tokens)
             shares = [_share(good, all_) for good, all_ in source.places]
             shares = (shares + [""] * 8)[:8]
-            label = f"{source.name}, {case_name(one)}"
+            label = f"{source.name}, {row_name(study, one)}"
             rows.append([label, str(source.num_draft_tokens), f"{kept:.0%}", *shares])
     header = ["source", "submitted", "kept", *(f"#{i}" for i in range(1, 9))]
     words = (
@@ -262,7 +300,7 @@ def _share(kept: int, drafted: int) -> str:
 def _contexts(study: Study) -> Section:
     rows = [
         [
-            f"{one.context_tokens}",
+            row_name(study, one, f"{one.context_tokens}"),
             with_spread(one.plain.decode_tokens_per_second),
             with_spread(one.speculative.decode_tokens_per_second),
             ratio(one.decode_speedup),
@@ -288,17 +326,26 @@ def _contexts(study: Study) -> Section:
 
 def _phases(study: Study) -> Section:
     rows = []
-    for one in study.measurements:
-        for name, side in (("plain", one.plain), ("speculative", one.speculative)):
-            phases = side.milliseconds_per_step
-            cells = [f"{value:.2f}" for value in phases.values()]
-            rows.append([f"{case_name(one)}, {name}", *cells, f"{sum(phases.values()):.2f}"])
-    header = ["ms per step", *study.measurements[0].plain.milliseconds_per_step, "total"]
+    for name, side in phases_of(study):
+        phases = side.milliseconds_per_step
+        cells = [f"{value:.2f}" for value in phases.values()]
+        rows.append([name, *cells, f"{sum(phases.values()):.2f}", f"{side.draft_share:.1%}"])
+    phases = study.measurements[0].plain.milliseconds_per_step
+    header = ["ms per step", *phases, "total", "share of draft"]
     words = (
         "Draft: planning and the calls into sources. Verify: the forward of the target and the "
         "choice of tokens. Other: scheduling, packing, text. Steps that read prompts are included."
     )
     return Section("Where the time of a step goes", words, Table(header, rows), "phases")
+
+
+def phases_of(study: Study) -> list[tuple[str, Side]]:
+    """Every side with its name: plain decoding once, then each config."""
+    sides: list[tuple[str, Side]] = []
+    for case in study.cases(study.measurements):
+        sides.append((f"{case_name(case[0])}, {PLAIN}", case[0].plain))
+        sides += [(f"{case_name(one)}, {study.side(one.config)}", one.speculative) for one in case]
+    return sides
 
 
 def _forward(study: Study) -> Section:
@@ -324,17 +371,21 @@ def _method(study: Study) -> Section:
     sampling = "greedy"
     if settings.temperature:
         sampling = f"temperature {settings.temperature:g}, top-p {settings.top_p:g}"
+    sides = "plain decoding and every config" if study.has_several else "plain and speculative"
     target = study.target
     facts: dict[str, Any] = {
         "model": f"{target['name']}, {target['dtype']} on {target['device']}, "
         f"{'deterministic' if target['deterministic'] else 'not deterministic'}",
-        "drafts": json.dumps(study.speculative_config),
+        **{
+            f"drafts of {name}" if study.has_several else "drafts": json.dumps(config)
+            for name, config in study.configs.items()
+        },
         "prompts": f"{study.workload['num_prompts']} ({_listed(study.workload['categories'])}), "
         f"{inputs[0]} to {inputs[1]} tokens",
         "answers": f"at most {settings.max_tokens} tokens"
         + (", going on after the end of text" if settings.ignore_eos else "")
         + f"; {sampling}, seed {settings.seed}",
-        "rounds": f"{settings.rounds}: plain and speculative take turns, and both start every "
+        "rounds": f"{settings.rounds}: {sides} take turns, and start every "
         "round anew: no source has met a prompt before, warm-up prompts are others",
         "machine": f"{about.get('cpu')}, {about.get('threads')} threads, load "
         f"{(about.get('load_average') or [float('nan')])[0]:.1f} at the start",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outrider.target.base import Target
 
 LABEL = "SPEED ONLY: random weights, forced acceptance"
+FORCED = "forced"  # name of the source and of its config
 MAX_MODEL_LEN = 4096
 
 
@@ -171,7 +172,7 @@ class ForcedSource(ScriptedSource):
     ) -> None:
         if not 0 <= acceptance_rate <= 1:
             raise ConfigError(f"a forced acceptance must be in [0, 1], got {acceptance_rate}")
-        super().__init__(self._ahead, num_draft_tokens, name="forced")
+        super().__init__(self._ahead, num_draft_tokens, name=FORCED)
         self._answers = answers
         self._rate = acceptance_rate
         self._right = {

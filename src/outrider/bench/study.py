@@ -1,15 +1,17 @@
 """A whole bench: what is measured in which order, and everything that came of it."""
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from outrider.bench.configs import PLAIN, naming
 from outrider.bench.contexts import context_prompts
 from outrider.bench.forward import ForwardCost, forward_cost
 from outrider.bench.lossless import Verdict
 from outrider.bench.run import Measured, Prompts, drive, measure
-from outrider.bench.speed_only import LABEL, ForcedSource, random_prompts
+from outrider.bench.speed_only import FORCED, LABEL, ForcedSource, random_prompts
 from outrider.bench.summary import Measurement, summarise
 from outrider.bench.workload import Workload, check_room, encoded
 from outrider.cli.comparison import twin
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.target.base import Target
 
-FORMAT = 1  # of the JSON
+FORMAT = 2  # of the JSON; since 2 a measurement is of one `config`, which has a name
+SPECULATIVE = "speculative"  # the side of a config that is alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +54,31 @@ class Study:
     """All numbers of one bench."""
 
     target: dict[str, Any]
-    speculative_config: Any
+    configs: dict[str, Any]  # speculative configs by name
     settings: Settings
     workload: dict[str, Any]
     label: str = ""  # what must stand above every number, where it is not a real model
-    measurements: list[Measurement] = field(default_factory=list)  # by batch size
-    contexts: list[Measurement] = field(default_factory=list)  # by length of the context
+    measurements: list[Measurement] = field(default_factory=list)  # by batch size, then config
+    contexts: list[Measurement] = field(default_factory=list)  # by length, then config
     forward: ForwardCost | None = None
     verdict: Verdict = field(default_factory=Verdict)
     provenance: dict[str, Any] = field(default_factory=dict)
     num_cases: int = 0  # batch sizes, context lengths, acceptances: what is measured on its own
     stopped: BaseException | None = field(default=None, repr=False)  # what ended it early
+
+    @property
+    def has_several(self) -> bool:
+        """Whether configs have to be told apart."""
+        return len(self.configs) > 1
+
+    def side(self, config: str) -> str:
+        """What the side of a config is called."""
+        return config if self.has_several else SPECULATIVE
+
+    def cases(self, measurements: list[Measurement]) -> list[list[Measurement]]:
+        """Measurements of all configs that took turns, together."""
+        size = len(self.configs)
+        return [measurements[i : i + size] for i in range(0, len(measurements), size)]
 
     @property
     def incomplete(self) -> str:
@@ -70,9 +87,9 @@ class Study:
             return ""
         of_user = isinstance(self.stopped, KeyboardInterrupt | SystemExit)
         why = "interrupted" if of_user else f"{type(self.stopped).__name__}: {self.stopped}"
-        every = [*self.measurements, *self.contexts]
+        every = [*self.cases(self.measurements), *self.cases(self.contexts)]
         planned = self.settings.rounds * self.num_cases
-        whole = sum(len(one.rounds) for one in every)
+        whole = sum(len(case[0].rounds) for case in every)
         return f"INCOMPLETE ({why}): {whole} of {planned} rounds were measured."
 
     def as_json(self) -> dict[str, Any]:
@@ -83,7 +100,12 @@ class Study:
             "incomplete": self.incomplete,
             "provenance": self.provenance,
             "target": self.target,
-            "speculative_config": self.speculative_config,
+            "configs": self.configs,
+            **(
+                {}
+                if self.has_several
+                else {"speculative_config": next(iter(self.configs.values()))}
+            ),
             "settings": asdict(self.settings),
             "workload": self.workload,
             "lossless": self.verdict.as_json(),
@@ -107,7 +129,7 @@ class Case:
 
 def bench_model(
     llm: "LLM",
-    config: Any,
+    configs: Mapping[str, Any],
     workload: Workload,
     settings: Settings,
     done: Callable[[int], None] = lambda _: None,
@@ -116,24 +138,28 @@ def bench_model(
 
     Args:
         llm: the model; its own sources are not used.
-        config: the speculative config whose sources are made anew for every round.
+        configs: speculative configs by name, whose sources are made anew for every round.
         done: called with the number of answers that were just finished.
+
+    Raises:
+        ConfigError: a config whose sources cannot be made for this model; says which.
     """
     # Before anything is measured, so that a length that does not fit is refused at once.
     check_room(llm.engine.max_model_len, settings.max_tokens, contexts=settings.contexts)
     prompts = encoded(llm, workload, settings.max_tokens, settings.input_tokens)
     sweep = [(length, *context_prompts(llm, length)) for length in settings.contexts]
-    study = Study(describe(llm.target), config, settings, workload.as_json())
+    _try_out(llm, configs, max(settings.batches))
+    study = Study(describe(llm.target), dict(configs), settings, workload.as_json())
     categories = [prompt.category for prompt in workload.prompts]
     study.num_cases = len(settings.batches) + len(sweep)
     with _keeping(study):
         study.forward = forward_cost(llm)
         for batch in settings.batches:
             case = Case(prompts, categories, batch, "workload", {})
-            _measure(llm, config, case, study, study.measurements, done)
+            _measure(llm, configs, case, study, study.measurements, done)
         for length, kinds, texts in sweep:
             case = Case(texts, kinds, 1, length, {"context_tokens": length})
-            _measure(llm, config, case, study, study.contexts, done)
+            _measure(llm, configs, case, study, study.contexts, done)
     return study
 
 
@@ -157,7 +183,8 @@ def bench_speed_only(
     )
     about = {"origin": [], "num_prompts": len(prompts), "categories": {"random": len(prompts)}}
     config = {"forced_acceptance": list(acceptance), "num_draft_tokens": num_draft_tokens}
-    study = Study(describe(llm.target), config, settings, about | {"notes": []}, LABEL)
+    configs = {FORCED: config}
+    study = Study(describe(llm.target), configs, settings, about | {"notes": []}, LABEL)
     study.num_cases = len(settings.batches) * len(acceptance)
     kinds = ["random"] * len(prompts)
     with _keeping(study):
@@ -169,7 +196,7 @@ def bench_speed_only(
             for rate in acceptance:
                 source = ForcedSource(answers, rate, num_draft_tokens, settings.seed)
                 case = Case(prompts[:batch], kinds, batch, "random", {"forced_acceptance": rate})
-                _measure(llm, source, case, study, study.measurements, done)
+                _measure(llm, {FORCED: source}, case, study, study.measurements, done)
     return study
 
 
@@ -187,26 +214,36 @@ def describe(target: "Target") -> dict[str, Any]:
     }
 
 
-def num_answers(settings: Settings, num_prompts: int, num_sweep_prompts: int = 4) -> int:
+def num_answers(
+    settings: Settings, num_configs: int, num_prompts: int, num_sweep_prompts: int = 4
+) -> int:
     """How many answers a bench of a model decodes, for a progress bar."""
     per_round = len(settings.batches) * num_prompts + len(settings.contexts) * num_sweep_prompts
-    return 2 * settings.rounds * per_round
+    return (1 + num_configs) * settings.rounds * per_round
+
+
+def _try_out(llm: "LLM", configs: Mapping[str, Any], batch: int) -> None:
+    """Make the sources of every config once, one after the other."""
+    for name, config in configs.items():
+        with naming(name):
+            twin(llm, config, max_num_seqs=batch)
+        gc.collect()  # an engine holds itself in circles
 
 
 def _measure(
     llm: "LLM",
-    config: Any,
+    configs: Mapping[str, Any],
     case: Case,
     study: Study,
     into: list[Measurement],
     done: Callable[[int], None],
 ) -> None:
     """Measure one case; what ends it early leaves its whole rounds behind."""
-    measured = Measured(case.batch)
+    sides = [None, *configs.values()]
+    measured = Measured(case.batch, [[] for _ in sides])
     try:
         measure(
-            lambda size: twin(llm, None, max_num_seqs=size),
-            lambda size: twin(llm, config, max_num_seqs=size),
+            [lambda size, config=config: twin(llm, config, max_num_seqs=size) for config in sides],
             case.prompts,
             study.settings.params(),
             case.batch,
@@ -216,11 +253,13 @@ def _measure(
         )
     finally:
         if measured.keep_whole_rounds():
-            for name, rounds in zip(("plain", "speculative"), measured.sides, strict=True):
+            names = [PLAIN, *map(study.side, configs)]
+            for name, rounds in zip(names, measured.sides, strict=True):
                 study.verdict.compare(llm, name, case.batch, rounds, case.group)
             lengths = [len(token_ids) for _, token_ids in case.prompts]
-            one = summarise(measured, case.categories, lengths)
-            into.append(replace(one, **case.about))
+            for side, name in enumerate(configs, 1):
+                one = summarise(measured, case.categories, lengths, name, side)
+                into.append(replace(one, **case.about))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from outrider.bench.drive import Pass, Span
+from outrider.bench.intervals import per_step_interval
 from outrider.bench.records import pass_record, phase_seconds, speculation
 from outrider.bench.run import Measured
 from outrider.bench.timing import Spread, spread
@@ -23,6 +24,7 @@ class Side:
     first_token_seconds: Spread  # median over the prompts
     milliseconds_per_step: dict[str, float]  # by phase, prompt steps included, median
     mean_batch: float  # requests that got tokens per step
+    draft_share: float  # of the time of a step, median
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class Kind:
     speculative: Spread | None
     speedup: Spread | None  # of each round
     acceptance_length: float | None  # tokens per target decode forward, skipped drafts counted
+    acceptance_interval: tuple[float, float] | None  # of the length, over prompts
     draft_acceptance_rate: float | None  # of draft tokens; loops included
 
 
@@ -67,8 +70,12 @@ class Source:
 
 @dataclass(slots=True)
 class Measurement:
-    """Everything about one batch size (or one context length, or one forced acceptance)."""
+    """Everything about one config at one batch size (or context length, or forced acceptance).
 
+    Configs that took turns share what is said of plain decoding.
+    """
+
+    config: str  # its name
     batch: int
     num_prompts: int
     plain: Side
@@ -76,6 +83,7 @@ class Measurement:
     speedup: Spread  # of output tokens over wall time, round by round
     decode_speedup: Spread | None  # of one request after its first token, loops left out
     acceptance_length: float | None  # tokens per target decode forward, loops left out
+    acceptance_interval: tuple[float, float] | None  # of the length, over prompts
     kinds: list[Kind]
     loops: Loops
     sources: list[Source]
@@ -90,14 +98,22 @@ class Measurement:
         return self.plain, self.speculative
 
 
-def summarise(measured: Measured, categories: Sequence[str], lengths: Sequence[int]) -> Measurement:
-    """The numbers of one batch size.
+def summarise(
+    measured: Measured,
+    categories: Sequence[str],
+    lengths: Sequence[int],
+    config: str = "",
+    side: int = 1,
+) -> Measurement:
+    """The numbers of one side at one batch size.
 
     Args:
         categories: by prompt index.
         lengths: tokens of the prompts that were decoded.
+        config: name of the config.
+        side: its place among the sides.
     """
-    plain, speculative = measured.sides
+    plain, speculative = measured.sides[0], measured.sides[side]
     total = SpeculativeMetrics()
     for answer in (answer for part in speculative for answer in part.answers):
         add(total, speculation(answer))
@@ -109,6 +125,7 @@ def summarise(measured: Measured, categories: Sequence[str], lengths: Sequence[i
     whole = _kind(ALL, indices, plain, speculative)
     names = sorted({categories[index] for index in indices})
     return Measurement(
+        config=config,
         batch=measured.batch,
         num_prompts=len(indices),
         plain=_side(plain),
@@ -116,6 +133,7 @@ def summarise(measured: Measured, categories: Sequence[str], lengths: Sequence[i
         speedup=spread(ratios),
         decode_speedup=whole.speedup,
         acceptance_length=whole.acceptance_length,
+        acceptance_interval=whole.acceptance_interval,
         kinds=[
             _kind(name, [i for i in indices if categories[i] == name], plain, speculative)
             for name in names
@@ -175,6 +193,7 @@ def _side(rounds: Sequence[Pass]) -> Side:
             for name in phases[0][0]
         },
         mean_batch=median(part.mean_batch for part in rounds),
+        draft_share=median(one["draft"] / (sum(one.values()) or 1.0) for one, _ in phases),
     )
 
 
@@ -197,6 +216,7 @@ def _kind(
         if slow is None or fast is None
         else spread([b / a for a, b in zip(slow.values, fast.values, strict=True)]),
         acceptance_length=_per_forward(_outside(part, indices) for part in speculative),
+        acceptance_interval=_interval(speculative, indices),
         draft_acceptance_rate=kept / drafted if drafted else None,
     )
 
@@ -220,6 +240,14 @@ def _inside(part: Pass) -> Span:
 def _per_forward(spans: Iterable[Span]) -> float | None:
     total = sum(spans, Span())
     return total.num_tokens / total.num_forwards if total.num_forwards else None
+
+
+def _interval(rounds: Sequence[Pass], indices: Sequence[int]) -> tuple[float, float] | None:
+    """Of tokens per forward; rounds repeat a prompt's drafts, so that each prompt counts once."""
+    spans = [sum((part.spans[index][0] for part in rounds), Span()) for index in indices]
+    if not any(span.num_forwards for span in spans):
+        return None
+    return per_step_interval([s.num_tokens for s in spans], [s.num_forwards for s in spans])
 
 
 def _loops(plain: Sequence[Pass], speculative: Sequence[Pass]) -> Loops:

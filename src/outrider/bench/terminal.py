@@ -3,9 +3,19 @@
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from outrider.bench.sections import Table, busy, case_name, headline, number, ratio, times
+from outrider.bench.sections import (
+    Table,
+    acceptance,
+    busy,
+    case_name,
+    headline,
+    kinds_of,
+    number,
+    ratio,
+    row_name,
+    times,
+)
 from outrider.bench.study import Study
-from outrider.bench.summary import Kind, Measurement
 from outrider.bench.timing import Spread
 
 if TYPE_CHECKING:
@@ -21,17 +31,22 @@ def show(console: "Console", study: Study) -> None:
     if study.label:
         console.print(study.label, style="bold yellow")
     console.print(headline(study), style="bold" if study.verdict.is_lossless else "bold red")
-    show_table(console, _speeds(study.measurements))
+    show_table(console, _speeds(study))
     if not study.label:
-        one = study.measurements[0]
-        show_table(console, _kinds(one.kinds), f"one request, {case_name(one)}, by kind of prompt")
+        case = case_name(study.measurements[0])
+        show_table(console, _kinds(study), f"one request, {case}, by kind of prompt")
     if study.contexts:
-        show_table(console, _contexts(study.contexts), "one request, by length of the context")
+        show_table(console, _contexts(study), "one request, by length of the context")
+    if study.has_several:
+        tallies = study.verdict.sides.items()
+        each = ", ".join(f"{name} {one.num_same} of {one.num_answers}" for name, one in tallies)
+        console.print(f"answers that are the plain text: {each}")
     for one in study.measurements:
-        if one.loops.num_looping:
+        loops = one.loops
+        if loops.num_looping:
             console.print(
-                f"{case_name(one)}: {one.loops.num_looping} of {one.loops.num_answers} answers end "
-                f"in a loop ({one.loops.token_share:.0%} of the tokens, left out of decoding)"
+                f"{row_name(study, one)}: {loops.num_looping} of {loops.num_answers} answers end "
+                f"in a loop ({loops.token_share:.0%} of the tokens, left out of decoding)"
             )
     for one in study.verdict.differences:
         console.print(
@@ -88,11 +103,11 @@ def _show_list(console: "Console", table: Table, title: str) -> None:
                 console.print(f"  {name.replace('/ ', '/')}: {cell}")
 
 
-def _speeds(many: list[Measurement]) -> Table:
+def _speeds(study: Study) -> Table:
     header = ["", "plain tok/s", "spec. tok/s", "speed-up", "decode", "tokens/ forward", "first ms"]
     rows = [
         [
-            case_name(one),
+            row_name(study, one),
             f"{one.plain.tokens_per_second.median:.0f}",
             f"{one.speculative.tokens_per_second.median:.0f}",
             ratio(one.speedup),
@@ -100,40 +115,41 @@ def _speeds(many: list[Measurement]) -> Table:
             number(one.acceptance_length),
             f"{1e3 * one.speculative.first_token_seconds.median:.0f}",
         ]
-        for one in many
+        for one in study.measurements
     ]
     return Table(header, rows)
 
 
-def _contexts(many: list[Measurement]) -> Table:
+def _contexts(study: Study) -> Table:
     header = ["tokens", "plain tok/s", "spec. tok/s", "decode", "tokens/ forward", "first ms"]
     rows = [
         [
-            str(one.context_tokens),
+            row_name(study, one, str(one.context_tokens)),
             _median(one.plain.decode_tokens_per_second),
             _median(one.speculative.decode_tokens_per_second),
             ratio(one.decode_speedup),
             number(one.acceptance_length),
             f"{1e3 * one.speculative.first_token_seconds.median:.0f}",
         ]
-        for one in many
+        for one in study.contexts
     ]
     return Table(header, rows)
 
 
-def _kinds(kinds: list[Kind]) -> Table:
+def _kinds(study: Study) -> Table:
+    """Of several configs the length of their acceptance tells most; its interval needs the room."""
     header = ["", "prompts", "plain tok/s", "spec. tok/s", "decode", "tokens/ forward", "kept"]
     rows = [
         [
-            kind.category,
+            row_name(study, one, kind.category),
             str(kind.num_prompts),
             _median(kind.plain),
             _median(kind.speculative),
-            ratio(kind.speedup),
-            number(kind.acceptance_length),
+            times(kind.speedup) if study.has_several else ratio(kind.speedup),
+            acceptance(kind) if study.has_several else number(kind.acceptance_length),
             number(kind.draft_acceptance_rate, "{:.0%}"),
         ]
-        for kind in kinds
+        for one, kind in kinds_of(study.cases(study.measurements)[0])
     ]
     return Table(header, rows)
 

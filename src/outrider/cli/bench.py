@@ -11,6 +11,7 @@ import typer
 
 from outrider.cli.bench_options import (
     MOST_REQUESTS,
+    BenchModelOptions,
     MeasureOptions,
     ReportOptions,
     SpeedOnlyOptions,
@@ -33,7 +34,7 @@ SPEED_ONLY_INPUT = 128  # tokens of a prompt without meaning
 
 def bench(
     context: typer.Context,
-    model: ModelOptions,
+    model: BenchModelOptions,
     workload: WorkloadOptions,
     measure: MeasureOptions,
     speed_only: SpeedOnlyOptions,
@@ -41,8 +42,9 @@ def bench(
 ) -> None:
     """Measure plain against speculative decoding: speed, acceptance, losslessness, where time goes.
 
-    Both sides run the same prompts with the same seeds in the same process, in alternating rounds
-    after a warm-up. `outrider bench peers` runs the prompts through other engines.
+    All sides run the same prompts with the same seeds in the same process, in alternating rounds
+    after a warm-up: plain decoding, and every --speculative-config. `outrider bench peers` runs the
+    prompts through other engines.
     """
     is_random = speed_only.speed_only is not None
     check_combination(given_options(context), is_random, context.invoked_subcommand)
@@ -65,24 +67,24 @@ def bench(
         raise study.stopped
 
 
-def _real_model(model: ModelOptions, settings: "Settings", options: WorkloadOptions) -> "Study":
+def _real_model(
+    model: BenchModelOptions, settings: "Settings", options: WorkloadOptions
+) -> "Study":
+    from outrider.bench.configs import parse_configs
     from outrider.bench.provenance import provenance
     from outrider.bench.study import bench_model, num_answers
     from outrider.bench.workload import check_room, read_workload
-    from outrider.cli.options import parse_speculative_config
 
-    config = parse_speculative_config(model.speculative_config)
-    if config is None:
-        raise ConfigError("bench needs drafts: --speculative-config is 'none', expected another")
+    configs = parse_configs(model.speculative_config or ("auto",))
     if model.max_model_len is not None:
         check_room(
             model.max_model_len, settings.max_tokens, settings.input_tokens, settings.contexts
         )
     workload = read_workload(options.workload or (), options.category or (), options.limit)
-    llm = replace(model, max_num_seqs=max(settings.batches)).load()
+    llm = model.plain(max(settings.batches)).load()
     about = provenance(cpu_threads())
-    with _progress(num_answers(settings, len(workload.prompts))) as done:
-        study = bench_model(llm, config, workload, settings, done)
+    with _progress(num_answers(settings, len(configs), len(workload.prompts))) as done:
+        study = bench_model(llm, configs, workload, settings, done)
     study.provenance = about
     return study
 

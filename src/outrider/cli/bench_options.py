@@ -3,13 +3,14 @@
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from outrider.checks import shown
+from outrider.cli.options import MODEL_PANEL, ModelOptions
 from outrider.errors import ConfigError
 
 WORKLOAD_PANEL = "Workload"
@@ -33,6 +34,27 @@ REAL_MODEL_ONLY = (
     "context_lengths",
 )
 SPEED_ONLY_ONLY = ("acceptance", "draft_tokens")
+
+
+@dataclass(slots=True)
+class BenchModelOptions(ModelOptions):
+    """What to load, and several ways to draft for it."""
+
+    speculative_config: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
+        list[str] | None,
+        typer.Option(
+            help="Who drafts: vLLM's JSON (one object or a list), @FILE that holds it, or 'auto',"
+            " which is the default. May be repeated: every config is measured, under NAME or else"
+            " its methods.",
+            metavar="[NAME=]JSON|@FILE",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None
+
+    def plain(self, max_num_seqs: int) -> ModelOptions:
+        """The same model without drafts, for so many requests at a time."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return ModelOptions(**values | {"speculative_config": "none", "max_num_seqs": max_num_seqs})
 
 
 @dataclass(slots=True)
