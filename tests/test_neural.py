@@ -1,6 +1,7 @@
 """What a trained drafter says while drafting is what it was trained to say."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -192,3 +193,18 @@ def test_edits_speak_of_the_targets_ids() -> None:
     params = SamplingParams(temperature=0, banned_token_ids=banned)
     [draft] = talk.source.propose([talk.context("a", params)], [4])
     assert draft.token_ids == [V - 2] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_of_one_token_is_no_trouble(kind: str) -> None:
+    """The first token of a prompt of one has no features before its forward."""
+    talk = Conversation(toy_drafter(kind, V))
+    talk.grow("a", 1)
+    context = talk.context("a")
+    if context.features is not None:
+        context = replace(context, features=None)
+    [draft] = talk.source.propose([context], [3])
+    assert len(draft.token_ids) == (0 if talk.source.target_layer_ids else 3)
+    talk.grow("a", 1)
+    [draft] = talk.propose({"a": 3})
+    check(talk, ["a"], [draft])

@@ -151,7 +151,8 @@ class NeuralSource(DraftSource):
             request.features.append(context.features)
         length = len(context.token_ids)
         budget = min(budget, self.max_draft_tokens)
-        if request.stopped or budget <= 0:
+        # Of a text of one token, which no forward has seen, there are no features.
+        if request.stopped or budget <= 0 or (self.target_layer_ids and length < 2):
             return None
         if length + self.drafter.config.num_draft_tokens > self.drafter.config.max_position:
             request.stopped = True
