@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from outrider.drafters.base import Drafter
-from outrider.drafters.dspark import MarkovHead
+from outrider.drafters.dspark import DSpark, MarkovHead
 from outrider.drafters.medusa import Medusa
 from outrider.native import library, pointer
 from outrider.target.native_model import TILE
@@ -159,6 +159,31 @@ class MedusaHeads:
                 states[:, depth] += F.silu(block(states[:, depth]))
         kept = torch.cat([row[:count] for row, count in zip(states, counts, strict=True)])
         return self._logits(kept)
+
+
+class Confidence:
+    """DSpark's confidence head: what a state says of it, and what the token before says.
+
+    The second is a number per token of the vocabulary, worked out once.
+    """
+
+    def __init__(self, drafter: DSpark, dtype: torch.dtype) -> None:
+        head, norm = drafter.confidence_head, drafter.norm
+        assert head is not None
+        weight, hidden = head.proj.weight, drafter.config.hidden_size
+        of_state, of_token = weight[:, :hidden], weight[0, hidden:]
+        self._state = PackedLinear(
+            of_state, dtype, (norm.weight,), head.proj.bias, epsilon=norm.epsilon
+        )
+        self._token: np.ndarray | None = None  # float32 [V]
+        if len(of_token) and drafter.markov_head is not None:
+            words = drafter.markov_head.markov_w1.weight
+            self._token = (words.float() @ of_token.float()).detach().cpu().numpy()
+
+    def __call__(self, states: torch.Tensor, before: np.ndarray) -> list[float]:
+        """Logits of acceptance, from states before the last norm [R, H] and ids before [R]."""
+        logits = self._state(states)[:, 0].numpy()
+        return (logits if self._token is None else logits + self._token[before]).tolist()
 
 
 class MarkovChains:

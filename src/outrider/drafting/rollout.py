@@ -19,7 +19,7 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.masked import Masked
 from outrider.drafters.medusa import Medusa
 from outrider.drafters.mtp import MTP
-from outrider.drafters.native_heads import MarkovChains, MedusaHeads
+from outrider.drafters.native_heads import Confidence, MarkovChains, MedusaHeads
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
 from outrider.drafting.chooser import NO_PAGES, Chooser, Seat, ragged, rows_of
@@ -113,6 +113,7 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         self._chains: MarkovChains | None = None
         if head is not None and head.kind == "vanilla":
             self._chains = MarkovChains(head, drafter.d2t, self._dtype)
+        self._confidence = Confidence(drafter, self._dtype) if drafter.confidence_head else None
 
     def _say(
         self,
@@ -121,7 +122,6 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         states: torch.Tensor,
         logits: torch.Tensor,
     ) -> None:
-        states = self.drafter.norm(states.to(self._dtype))
         if self.drafter.markov_head is None:
             super()._say(seats, budgets, states, logits)
         elif self._chains is not None and self.chooser.are_plain(seats):
@@ -129,7 +129,12 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
             self.chooser.take(seats, budgets, *self._chains.greedy(logits, budgets, anchors))
         else:
             self._one_by_one(seats, budgets, states, logits)
-        self._rate(seats, budgets, states)
+        if self._confidence is not None:
+            text = [int(seat.context.token_ids[-1]) for seat in seats]
+            before = [[last, *seat.tokens[:-1]] for last, seat in zip(text, seats, strict=True)]
+            chances = self._confidence(states, np.concatenate(before))
+            for seat, budget in zip(seats, budgets, strict=True):
+                seat.chances, chances = chances[:budget], chances[budget:]
 
     def _one_by_one(
         self,
@@ -139,6 +144,7 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         logits: torch.Tensor,
     ) -> None:
         firsts = np.cumsum([0, *budgets[:-1]])
+        states = self.drafter.norm(states.to(self._dtype))
         memory: torch.Tensor | None = None  # of an rnn, one row per seat
         for depth in range(max(budgets)):
             going = [i for i, budget in enumerate(budgets) if budget > depth]
@@ -157,21 +163,6 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
                 bias, memory = head(ids, states[rows], memory)
                 said += bias
             self.chooser.choose([seats[i] for i in going], [1] * len(going), said)
-
-    def _rate(self, seats: Sequence[Seat], budgets: list[int], states: torch.Tensor) -> None:
-        """Chances from the confidence head, which sees the token before each."""
-        head = self.drafter.confidence_head
-        if head is None:
-            return
-        before = [
-            token
-            for seat in seats
-            for token in [int(seat.context.token_ids[-1]), *seat.tokens[:-1]]
-        ]
-        seen = self.drafter.token_state(torch.tensor(before))
-        chances = head(states, seen).float().tolist()
-        for seat, budget in zip(seats, budgets, strict=True):
-            seat.chances, chances = chances[:budget], chances[budget:]
 
 
 def _last_token(seat: Seat) -> int:
