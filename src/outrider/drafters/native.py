@@ -74,7 +74,7 @@ class NativeStack:
             _parameters(layers, torch.cat([*rotation], dim=-1)[:, 0]),
             drafter.norm.weight,
             drafter.head,
-            None,
+            drafter.embedding,
             dtype,
         )
         self.kv_bytes_per_token = self._model.kv_bytes_per_token
@@ -92,7 +92,7 @@ class NativeStack:
         self._model.store_context(packed)
 
     def run(
-        self, batch: ForwardBatch, x: torch.Tensor, side: torch.Tensor | None = None
+        self, batch: ForwardBatch, x: torch.Tensor | None, side: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._has_side == (side is not None)
         count = len(batch.logits_rows)
@@ -100,7 +100,7 @@ class NativeStack:
             room = max(count, 2 * len(self._states))
             self._states = torch.empty(room, self._states.shape[1])
             self._logits = torch.empty(room, self._logits.shape[1])
-        x = self._rows(batch, x)
+        x = None if x is None else self._rows(batch, x)
         side = None if side is None else self._rows(batch, side)
         packed, _arrays = native_batch(
             batch, x=x, side=side, states=self._states, logits=self._logits

@@ -30,11 +30,11 @@ class Stack(Protocol):
         ...
 
     def run(
-        self, batch: ForwardBatch, x: torch.Tensor, side: torch.Tensor | None = None
+        self, batch: ForwardBatch, x: torch.Tensor | None, side: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers over rows ``x`` [T, H], beside ``side`` [T, H] where the first reads both.
 
-        Token ids of the batch are not looked at.
+        Without ``x`` the rows are the embeddings of the batch's tokens, which else nobody reads.
 
         Returns:
             Of ``batch.logits_rows``: states before the last norm, float32 [R, H], and logits,
@@ -72,7 +72,7 @@ class TorchStack:
 
     @torch.inference_mode()
     def run(
-        self, batch: ForwardBatch, x: torch.Tensor, side: torch.Tensor | None = None
+        self, batch: ForwardBatch, x: torch.Tensor | None, side: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = Step(batch, self._kv, self._kv.num_slots, self._device)
         rotation = self._rotation(batch)
@@ -83,12 +83,16 @@ class TorchStack:
             q, k, v = (rows.transpose(0, 1) for rows in (query, key, value))
             return self._kv.attend(step, layer.index, q, k, v, self._scoring).flatten(1)
 
-        x = x.to(self._dtype)
+        if x is None:
+            ids = torch.from_numpy(batch.token_ids.astype(np.int64)).to(self._device)
+            rows = self._drafter.embed(ids).to(self._dtype)
+        else:
+            rows = x.to(self._dtype)
         side = None if side is None else side.to(self._dtype)
         for layer in self._layers:
-            x = layer(x, rotation, attend, side)
+            rows = layer(rows, rotation, attend, side)
             side = None
-        kept = x[torch.from_numpy(batch.logits_rows.astype(np.int64)).to(self._device)]
+        kept = rows[torch.from_numpy(batch.logits_rows.astype(np.int64)).to(self._device)]
         return kept.float(), self._drafter.logits(kept).float()
 
     def _rotation(self, batch: ForwardBatch) -> torch.Tensor:

@@ -62,7 +62,9 @@ class Rollout(Generic[D]):
         return taken
 
     def _all_features(self, seats: Sequence[Seat]) -> torch.Tensor:
-        return torch.cat([seat.features for seat in seats]).to(self._dtype)
+        if len(seats) == 1:
+            return seats[0].features
+        return torch.cat([seat.features for seat in seats])
 
 
 class BlockRollout(Rollout[Block]):
@@ -75,7 +77,7 @@ class BlockRollout(Rollout[Block]):
         return self.drafter.block_size
 
     def take_in(self, seat: Seat, count: int) -> None:
-        self._store([seat], [count], self._features(seat, count).to(self._dtype))
+        self._store([seat], [count], self._features(seat, count))
         seat.num_held += count
 
     def _store(self, seats: Sequence[Seat], counts: list[int], features: torch.Tensor) -> None:
@@ -89,10 +91,11 @@ class BlockRollout(Rollout[Block]):
         starts = [len(seat.context.token_ids) - 1 for seat in seats]
         budgets = [seat.budget for seat in seats]
         wanted = rows_of([i * size + first for i in range(len(seats))], budgets)
-        batch = ragged(seats, starts, [size] * len(seats), wanted, two_way=True)
-        anchors = torch.tensor([int(seat.context.token_ids[-1]) for seat in seats])
-        x = self.drafter.embed(self.drafter.block_ids(anchors, size)).flatten(0, 1)
-        self._say(seats, budgets, *self.stack.run(batch, x))
+        assert self.drafter.config.mask_token_id is not None
+        ids = np.full(size * len(seats), self.drafter.config.mask_token_id, np.int32)
+        ids[::size] = [seat.context.token_ids[-1] for seat in seats]
+        batch = ragged(seats, starts, [size] * len(seats), wanted, two_way=True, token_ids=ids)
+        self._say(seats, budgets, *self.stack.run(batch, None))
 
     def _say(
         self,
@@ -187,7 +190,7 @@ class _RowRollout(Rollout[Rows]):
             ]
         )
         ids = torch.from_numpy(tokens.astype(np.int64))
-        return self.drafter.row_inputs(ids, features.to(self._dtype))
+        return self.drafter.row_inputs(ids, features)
 
 
 class MaskedRollout(_RowRollout[Masked]):
