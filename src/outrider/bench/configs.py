@@ -58,9 +58,8 @@ def _read(value: str) -> tuple[str, Any]:
 def default_name(config: Any) -> str:
     """What a config without a name is called: its methods, joined by a plus sign."""
     config, _ = split_rule(config)
-    if isinstance(config, str):
-        return config
-    parts = [config] if isinstance(config, Mapping) else config
+    parts = [config] if isinstance(config, str | Mapping) else config
+    assert isinstance(parts, Sequence), parts
     return "+".join(map(_method, parts))[:LONGEST_NAME]
 
 
@@ -79,8 +78,10 @@ def naming(name: str | None) -> Iterator[None]:
         raise ConfigError(f"speculative config {shown(name)}: {error}") from error
 
 
-def _method(part: Mapping[str, Any]) -> str:
+def _method(part: str | Mapping[str, Any]) -> str:
     """The method of one source, or its class; else that of the drafter named, or its file."""
+    if isinstance(part, str):
+        return part
     if "method" in part:
         return part["method"].rpartition(":")[2]
     return algorithm_at(part["model"]) or Path(part["model"]).name

@@ -1,6 +1,5 @@
 """Several ways of decoding the same prompts, in turns, round after round."""
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,8 +73,7 @@ def _round(
     number: int,
     done: Callable[[int], None],
 ) -> list[list[Pass]]:
-    """The slices of each side."""
-    gc.collect()  # engines hold themselves in circles: those of the last round, with weights and KV
+    """The slices of each side; its engines end with the round, before the next ones are made."""
     llms = [make(batch) for make in makers]
     passes: list[list[Pass]] = [[] for _ in llms]
     for place, part in enumerate(_slices(prompts, batch)):

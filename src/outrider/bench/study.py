@@ -227,7 +227,7 @@ def _try_out(llm: "LLM", configs: Mapping[str, Any], batch: int) -> None:
     for name, config in configs.items():
         with naming(name):
             twin(llm, config, max_num_seqs=batch)
-        gc.collect()  # an engine holds itself in circles
+    gc.collect()  # errors caught during first imports may keep an engine, with weights and KV
 
 
 def _measure(

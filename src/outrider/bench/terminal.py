@@ -104,6 +104,7 @@ def _show_list(console: "Console", table: Table, title: str) -> None:
 
 
 def _speeds(study: Study) -> Table:
+    """Names of configs take the room of the last column."""
     header = ["", "plain tok/s", "spec. tok/s", "speed-up", "decode", "tokens/ forward", "first ms"]
     rows = [
         [
@@ -117,7 +118,8 @@ def _speeds(study: Study) -> Table:
         ]
         for one in study.measurements
     ]
-    return Table(header, rows)
+    end = -1 if study.has_several else None
+    return Table(header[:end], [row[:end] for row in rows])
 
 
 def _contexts(study: Study) -> Table:
