@@ -12,7 +12,7 @@ from outrider.drafters.base import Drafter, Texts
 from outrider.native import library
 from outrider.training.batches import AnchorRule, Pack
 from outrider.training.features import Features
-from outrider.training.losses import LossWeights, Wanted, losses
+from outrider.training.losses import LossWeights, Wanted, head_losses, losses
 
 V = 24
 
@@ -176,7 +176,7 @@ def test_losses_and_slopes_are_those_of_the_definitions(dtype: torch.dtype) -> N
     )
     weights = LossWeights(ce=0.3, kl=0.5, tv=1.2)
     shares = torch.rand(rows)
-    found = losses(logits, wanted, weights, shares)
+    found, slopes_found = losses(logits, wanted, weights, shares)
 
     leaf = logits.double().requires_grad_()
     p = (target.double() - log_sums[:, None]).exp()[wanted.places]
@@ -192,10 +192,35 @@ def test_losses_and_slopes_are_those_of_the_definitions(dtype: torch.dtype) -> N
     for name, term in terms.items():
         torch.testing.assert_close(found.terms[name].double(), term.detach(), rtol=1e-4, atol=1e-5)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-    torch.testing.assert_close(found.slopes.double(), slopes, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(slopes_found.double(), slopes, rtol=tolerance, atol=tolerance)
     best = logits.argmax(-1)
     assert found.agrees.tolist() == (best == wanted.best).tolist()
     assert found.right.tolist() == (best == labels).tolist()
+
+
+def test_losses_in_portions_have_the_slopes_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.training.losses.ROWS", 5)
+    torch.manual_seed(0)
+    rows, places, size = 17, 6, 32
+    frozen = torch.randn(size, 8)
+    weight = torch.randn(size, 3, requires_grad=True)
+    states = [torch.randn(rows, width, requires_grad=True) for width in (8, 3)]
+    target = torch.randn(places, size)
+    ids = [torch.randint(size, (rows,)) for _ in range(2)]
+    where = torch.randint(places, (rows,))
+    wanted = Wanted(target, target.logsumexp(-1), where, *ids)
+    weights, shares = LossWeights(ce=0.3, kl=0.5, tv=1.2), torch.rand(rows)
+    logits = states[0] @ frozen.T + states[1] @ weight.T
+    whole, slopes = losses(logits.detach(), wanted, weights, shares)
+    expected = torch.autograd.grad(logits, [*states, weight], slopes)
+    parts, found = head_losses([(states[0], frozen), (states[1], weight)], wanted, weights, shares)
+    for mine, one in zip([*found.states, found.weights[1]], expected, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, one, rtol=1e-4, atol=1e-5)
+    assert found.weights[0] is None
+    for name, term in whole.terms.items():
+        torch.testing.assert_close(parts.terms[name], term, rtol=1e-5, atol=1e-5)
+    assert parts.agrees.tolist() == whole.agrees.tolist()
 
 
 @pytest.mark.skipif(library() is None, reason="the compiled kernels are not available")
@@ -203,5 +228,5 @@ def test_total_variation_is_the_chance_of_rejection() -> None:
     target = torch.tensor([[0.5, 0.3, 0.2] + [0.0] * 13]).log().clamp(min=-50)
     logits = torch.tensor([[0.2, 0.3, 0.5] + [0.0] * 13]).log().clamp(min=-50)
     zero = torch.zeros(1, dtype=torch.long)
-    found = losses(logits, Wanted(target, torch.zeros(1), zero, zero, zero), LossWeights(), zero)
+    found, _ = losses(logits, Wanted(target, torch.zeros(1), zero, zero, zero), LossWeights(), zero)
     assert found.acceptance.item() == pytest.approx(0.2 + 0.3 + 0.2, abs=1e-5)

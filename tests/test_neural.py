@@ -68,8 +68,9 @@ class Conversation:
             found = self.drafter.guess(
                 texts, torch.tensor([known]), torch.tensor([len(draft.token_ids)])
             )
+            logits = found.logits
         order = found.depths.argsort()
-        logits = found.logits[order]
+        logits = logits[order]
         confidence = found.confidence
         if confidence is None:
             confidence = torch.logit(logits.softmax(-1).amax(-1))

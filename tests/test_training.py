@@ -347,7 +347,7 @@ def test_a_perfect_drafter_is_accepted_whole(places, tmp_path, monkeypatch) -> N
         logits = torch.zeros(len(chain), len(at))
         for row, token in enumerate(texts.token_ids[anchors[chain] + 1 + depth].tolist()):
             logits[row, at.get(token, 0)] = 30.0
-        return Guesses(anchors[chain], depth, logits)
+        return Guesses(anchors[chain], depth, [(logits, torch.eye(len(at)))])
 
     monkeypatch.setattr(run.drafter, "guess", guess)
     held_out, judged = run._judged()
@@ -360,7 +360,7 @@ def test_a_perfect_drafter_is_accepted_whole(places, tmp_path, monkeypatch) -> N
 
 def test_confidence_without_a_head_is_the_logit_of_the_chosen_token() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    found = confidence_logits(Guesses(torch.zeros(2), torch.zeros(2), logits))
+    found = confidence_logits(Guesses(torch.zeros(2), torch.zeros(2), [(logits, torch.eye(3))]))
     assert torch.allclose(torch.sigmoid(found), logits.softmax(-1).max(-1).values, atol=1e-6)
 
 

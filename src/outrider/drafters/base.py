@@ -39,14 +39,23 @@ class Texts:
         return Chains(anchors - starts[text], bounds.tolist(), self.starts)
 
 
+Part = tuple[torch.Tensor, torch.Tensor]  # states [R, S] and a matrix [U, S]
+
+
 @dataclass(slots=True)
 class Guesses:
     """Distributions over the next tokens of anchors; row (a, d) guesses token a + 1 + d."""
 
     anchors: torch.Tensor  # int64 [R]
     depths: torch.Tensor  # int64 [R]
-    logits: torch.Tensor  # [R, U]
+    parts: "list[Part]"  # whose products add up to the logits
     confidence: torch.Tensor | None = None  # [R], logit of being accepted
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[R, U]"""
+        products = [F.linear(states, weight) for states, weight in self.parts]
+        return products[0] if len(products) == 1 else torch.stack(products).sum(0)
 
     @property
     def places(self) -> torch.Tensor:
@@ -101,6 +110,10 @@ class Drafter(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the drafter's own vocabulary: [..., H] -> [..., U]."""
         return F.linear(self.norm(hidden), self.head)
+
+    def parts(self, hidden: torch.Tensor) -> list[Part]:
+        """What `logits` multiplies, for guesses [R, H]."""
+        return [(self.norm(hidden), self.head)]
 
     def guess(self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor) -> Guesses:
         """Guess what follows each anchor, as when drafting, with the text as its own drafts.

@@ -51,7 +51,7 @@ class DFlash(Drafter):
         """See `Drafter.guess`. All blocks are whole, as in drafting, whatever the lengths."""
         states = self.block_states(texts, anchors)  # [A, B, H]
         chain, depth, _ = grid(lengths)
-        return Guesses(anchors[chain], depth, self.logits(states[chain, depth + self.first_slot]))
+        return Guesses(anchors[chain], depth, self.parts(states[chain, depth + self.first_slot]))
 
     def block_states(self, texts: Texts, anchors: torch.Tensor) -> torch.Tensor:
         """States of the blocks before the last norm at the anchors [A]: [A, B, H]."""

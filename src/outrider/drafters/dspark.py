@@ -11,7 +11,6 @@ Shape legend: as in base.py; r rank of the head.
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from outrider.drafters.base import Guesses, Texts, grid
 from outrider.drafters.config import DrafterConfig
@@ -36,7 +35,17 @@ class MarkovHead(nn.Module):
     def forward(
         self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One step of all chains.
+        """One step of all chains: bias [A, U], and the state for the next slot.
+
+        Args and state are those of `word`.
+        """
+        e, state = self.word(before, hidden, state)
+        return self.markov_w2(e), state
+
+    def word(
+        self, before: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the second matrix is multiplied with, in one step of all chains.
 
         Args:
             before: int64 [A], the token before each slot.
@@ -44,7 +53,7 @@ class MarkovHead(nn.Module):
             state: [A, r] of an rnn after the slot before; None at the first.
 
         Returns:
-            bias [A, U], and the state for the next slot.
+            [A, r], and the state for the next slot.
         """
         e = self.markov_w1(before)
         if self.kind == "gated":
@@ -56,7 +65,7 @@ class MarkovHead(nn.Module):
             gate = torch.sigmoid(gate)
             state = gate * state + (1 - gate) * torch.tanh(candidate)
             e = torch.tanh(out)
-        return self.markov_w2(e), state
+        return e, state
 
 
 class ConfidenceHead(nn.Module):
@@ -89,11 +98,14 @@ class DSpark(DFlash):
         chain, depth, _ = grid(lengths)
         kept = states[chain, depth]  # [R, H]
         before = texts.token_ids[anchors[chain] + depth]  # [R]
-        logits = F.linear(kept, self.head) + self._bias(texts, anchors, lengths, states)
+        parts = [(kept, self.head)]
+        if self.markov_head is not None:
+            words = self._words(self.markov_head, texts, anchors, lengths, states)
+            parts.append((words, self.markov_head.markov_w2.weight))
         confidence = None
         if self.confidence_head is not None:
             confidence = self.confidence_head(kept, self.token_state(before))
-        return Guesses(anchors[chain], depth, logits, confidence)
+        return Guesses(anchors[chain], depth, parts, confidence)
 
     def token_state(self, before: torch.Tensor) -> torch.Tensor | None:
         """What the confidence head sees of the token before: [..] -> [.., r]."""
@@ -101,21 +113,23 @@ class DSpark(DFlash):
             return None
         return self.markov_head.markov_w1(before)
 
-    def _bias(
-        self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor | float:
-        """[R, U], slot by slot only where a state goes along."""
-        head = self.markov_head
-        if head is None:
-            return 0.0
+    def _words(
+        self,
+        head: MarkovHead,
+        texts: Texts,
+        anchors: torch.Tensor,
+        lengths: torch.Tensor,
+        states: torch.Tensor,
+    ) -> torch.Tensor:
+        """[R, r], slot by slot only where a state goes along."""
         chain, depth, _ = grid(lengths)
         if head.kind != "rnn":
             before = texts.token_ids[anchors[chain] + depth]
-            return head(before, states[chain, depth], None)[0]
+            return head.word(before, states[chain, depth], None)[0]
         last = len(texts.token_ids) - 1
-        state, biases = None, []
+        state, words = None, []
         for slot in range(int(lengths.max())):
             before = texts.token_ids[(anchors + slot).clamp(max=last)]
-            bias, state = head(before, states[:, slot], state)
-            biases.append(bias)
-        return torch.stack(biases, dim=1)[chain, depth]
+            word, state = head.word(before, states[:, slot], state)
+            words.append(word)
+        return torch.stack(words, dim=1)[chain, depth]

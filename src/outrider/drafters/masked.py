@@ -53,7 +53,7 @@ class Masked(Drafter):
         return Guesses(
             torch.cat([anchors, anchors[chain]]),
             torch.cat([torch.zeros_like(anchors), depth]),
-            self.logits(states),
+            self.parts(states),
         )
 
     def _states(

@@ -41,4 +41,4 @@ class Medusa(Drafter):
         """See `Drafter.guess`."""
         states = self.states(texts.features[anchors - 1])
         chain, depth, _ = grid(lengths)
-        return Guesses(anchors[chain], depth, self.logits(states[chain, depth]))
+        return Guesses(anchors[chain], depth, self.parts(states[chain, depth]))

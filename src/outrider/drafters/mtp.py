@@ -82,4 +82,4 @@ class MTP(Recurrent):
             state = layer(x, rotation, attend)
             states.append(state[anchors - 1])
         chain, depth, _ = grid(lengths)
-        return Guesses(anchors[chain], depth, self.logits(torch.stack(states, 1)[chain, depth]))
+        return Guesses(anchors[chain], depth, self.parts(torch.stack(states, 1)[chain, depth]))

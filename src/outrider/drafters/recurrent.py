@@ -57,7 +57,7 @@ class Recurrent(Drafter):
             all_chains.append(alive)
         counts = torch.tensor([len(chains) for chains in all_chains])
         depths = torch.arange(len(counts)).repeat_interleave(counts)
-        return Guesses(anchors[torch.cat(all_chains)], depths, self.logits(torch.cat(all_states)))
+        return Guesses(anchors[torch.cat(all_chains)], depths, self.parts(torch.cat(all_states)))
 
     def _context(self, texts: Texts) -> tuple[torch.Tensor, list[Own]]:
         """States [T, H] of the rows with features, and their keys and values in each layer.

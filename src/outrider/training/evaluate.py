@@ -153,7 +153,7 @@ def _judge_pack(
         guesses = drafter.guess(moved.texts, moved.anchors, moved.lengths)
     shares = weights.shares(guesses.depths)
     wanted = wanted_at(drafter, t2d, moved, guesses.places)
-    found = losses(guesses.logits, wanted, weights, shares)
+    found, _ = losses(guesses.logits, wanted, weights, shares)
     sure = confidence_logits(guesses)
     hits = torch.stack([found.right.float(), found.acceptance.clamp(0, 1)])  # greedy, sampled
     rows = torch.searchsorted(moved.anchors, guesses.anchors)

@@ -6,12 +6,17 @@ Shape legend: R guesses, P places of the text they guess at, U vocabulary of the
 """
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
+from outrider.drafters.base import Part
 from outrider.native import library, pointer
+
+ROWS = 512  # guesses whose logits are there at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +52,11 @@ class Wanted:
 
 @dataclass(slots=True)
 class Losses:
-    """Of each guess: the terms, what they say of acceptance, and where to go from here."""
+    """Of each guess: the terms, and what they say of acceptance."""
 
     terms: dict[str, torch.Tensor]  # float32 [R] each, before any weight
     agrees: torch.Tensor  # bool [R], the drafter's best token is the target's
     right: torch.Tensor  # bool [R], it is the text's
-    slopes: torch.Tensor  # [R, U], of the weighted sum of all terms, by the logits
 
     @property
     def acceptance(self) -> torch.Tensor:
@@ -62,13 +66,65 @@ class Losses:
 
 def losses(
     logits: torch.Tensor, wanted: Wanted, weights: LossWeights, shares: torch.Tensor
-) -> Losses:
-    """Terms and slopes of guesses with logits [R, U] and weights `shares` [R]."""
+) -> tuple[Losses, torch.Tensor]:
+    """Terms of guesses with logits [R, U] and weights `shares` [R].
+
+    Returns:
+        them, and the slopes of their weighted sum by the logits, [R, U].
+    """
     kernel = library() if logits.device.type == "cpu" and logits.shape[1] % 16 == 0 else None
     same = wanted.logits.dtype == logits.dtype
     if kernel is None or not same or logits.dtype not in (torch.bfloat16, torch.float32):
         return _in_torch(logits, wanted, weights, shares)
     return _compiled(kernel, logits.contiguous(), wanted, weights, shares)
+
+
+@dataclass(slots=True)
+class HeadSlopes:
+    """Slopes of the weighted sum of all terms by each part of the guesses."""
+
+    states: list[torch.Tensor]  # [R, S] each
+    weights: list[torch.Tensor | None]  # [U, S]; None: the matrix is frozen
+
+
+def head_losses(
+    parts: Sequence[Part], wanted: Wanted, weights: LossWeights, shares: torch.Tensor
+) -> tuple[Losses, HeadSlopes]:
+    """`losses` of the sum of products, and where to go from there, a portion of rows at a time.
+
+    Logits and their slopes never lie in memory as a whole: they would be the largest tensors of a
+    step, and reading them back its slowest part.
+    """
+    dtype = wanted.logits.dtype
+    states = torch.cat([s.detach().to(dtype) for s, _ in parts], dim=1)  # [R, all S]
+    matrix = torch.cat([w.detach().to(dtype) for _, w in parts], dim=1)  # [U, all S]
+    ends = list(itertools.accumulate(s.shape[1] for s, _ in parts))
+    columns = [slice(end - s.shape[1], end) for end, (s, _) in zip(ends, parts, strict=True)]
+    of_weights = [torch.zeros_like(w) if w.requires_grad else None for _, w in parts]
+    of_states, found = torch.empty_like(states), []
+    for start in range(0, len(states), ROWS):
+        rows = slice(start, start + ROWS)
+        some = Wanted(
+            *(wanted.logits, wanted.log_sums),
+            *(wanted.places[rows], wanted.labels[rows], wanted.best[rows]),
+        )
+        portion, slopes = losses(states[rows] @ matrix.T, some, weights, shares[rows])
+        of_states[rows] = slopes @ matrix
+        for total, where in zip(of_weights, columns, strict=True):
+            if total is not None:
+                total += slopes.T @ states[rows, where]
+        found.append(portion)
+    by_part = [of_states[:, c].to(s.dtype) for c, (s, _) in zip(columns, parts, strict=True)]
+    return _joined(found), HeadSlopes(by_part, of_weights)
+
+
+def _joined(found: list[Losses]) -> Losses:
+    """Of all portions."""
+    return Losses(
+        {name: torch.cat([each.terms[name] for each in found]) for name in found[0].terms},
+        torch.cat([each.agrees for each in found]),
+        torch.cat([each.right for each in found]),
+    )
 
 
 class _Job(ctypes.Structure):  # LossJob of native/draft_loss.cpp
@@ -91,7 +147,7 @@ def _compiled(
     wanted: Wanted,
     weights: LossWeights,
     shares: torch.Tensor,
-) -> Losses:
+) -> tuple[Losses, torch.Tensor]:
     slopes = torch.empty_like(logits)
     terms = torch.empty(len(logits), 4)
     tensors = {
@@ -116,12 +172,12 @@ def _compiled(
     ce, kl, tv, best = terms.unbind(1)
     chosen = best.long()
     named = {"ce": ce, "kl": kl, "tv": tv}
-    return Losses(named, chosen == wanted.best, chosen == wanted.labels, slopes)
+    return Losses(named, chosen == wanted.best, chosen == wanted.labels), slopes
 
 
 def _in_torch(
     logits: torch.Tensor, wanted: Wanted, weights: LossWeights, shares: torch.Tensor
-) -> Losses:
+) -> tuple[Losses, torch.Tensor]:
     leaf = logits.detach().float().requires_grad_()
     probs = (wanted.logits.float() - wanted.log_sums[:, None]).exp()[wanted.places]  # [R, U]
     with torch.enable_grad():
@@ -137,4 +193,4 @@ def _in_torch(
         (slopes,) = torch.autograd.grad((shares * total).sum(), leaf)
     chosen = logits.argmax(-1)
     named = {name: term.detach() for name, term in terms.items()}
-    return Losses(named, chosen == wanted.best, chosen == wanted.labels, slopes.to(logits.dtype))
+    return Losses(named, chosen == wanted.best, chosen == wanted.labels), slopes.to(logits.dtype)

@@ -19,7 +19,7 @@ from outrider.drafters import Drafter
 from outrider.errors import TrainingError
 from outrider.training.batches import Batches, Pack, Place
 from outrider.training.dataset import difference
-from outrider.training.losses import Losses, LossWeights, Wanted, losses
+from outrider.training.losses import Losses, LossWeights, Wanted, head_losses
 from outrider.training.optimizers import make_optimizers, share_of_rate
 from outrider.training.recipe import Recipe
 
@@ -155,8 +155,16 @@ class Trainer:
             guesses = self.drafter.guess(pack.texts, pack.anchors, pack.lengths)
         shares = weights.shares(guesses.depths)
         wanted = wanted_at(self.drafter, self._t2d, pack, guesses.places)
-        found = losses(guesses.logits.detach(), wanted, weights, shares)
-        ends, slopes = [guesses.logits], [found.slopes]
+        found, head = head_losses(guesses.parts, wanted, weights, shares)
+        ends, slopes = [], []
+        for (states, weight), of_states, of_weight in zip(
+            guesses.parts, head.states, head.weights, strict=True
+        ):
+            ends.append(states)
+            slopes.append(of_states)
+            if of_weight is not None:
+                ends.append(weight)
+                slopes.append(of_weight)
         if guesses.confidence is not None:
             sure = F.binary_cross_entropy_with_logits(
                 guesses.confidence.float(), found.acceptance.clamp(0, 1), reduction="none"
