@@ -1,6 +1,7 @@
 """Drafters on disk: what is written is what is read, and what does not fit is named."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def make_config(algorithm: str, **changes) -> DrafterConfig:
         "num_draft_tokens": 4,
         "target_hidden_size": HIDDEN,
         "target_num_layers": 6,
-        "target_layer_ids": (-1, 2, 4) if algorithm not in ("mtp", "medusa") else (5,),
+        "target_layer_ids": {"mtp": (5,), "medusa": (5,), "pard": ()}.get(algorithm, (-1, 2, 4)),
         "mask_token_id": 7,
         "markov_rank": 6 * (algorithm == "dspark"),
         "confidence_head": algorithm == "dspark",
@@ -52,7 +53,8 @@ def make_random(config: DrafterConfig) -> Drafter:
 def target_matrices() -> tuple[torch.Tensor, torch.Tensor]:
     """An embedding and a head, bf16 [V, H] each."""
     random = torch.Generator().manual_seed(4)
-    return tuple(torch.randn(VOCAB, HIDDEN, generator=random).bfloat16() for _ in range(2))
+    first, second = torch.randn(2, VOCAB, HIDDEN, generator=random).bfloat16()
+    return first, second
 
 
 def guessed(drafter: Drafter) -> torch.Tensor:
@@ -164,6 +166,8 @@ def change_tensors(directory: Path, change) -> None:
         (lambda t: t["d2t"].fill_(3), "names 19 tokens twice"),
         (lambda t: t["norm.weight"].fill_(torch.nan), "norm.weight .* no finite numbers"),
         (lambda t: t.update(d2t=t["d2t"].float()), "expected whole numbers"),
+        (lambda t: t["temperatures"].fill_(0), r"temperatures .* \[0.0.*expected above 0"),
+        (lambda t: t["temperatures"][1:2].fill_(-1), "temperatures .* -1.0.*expected above 0"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(change, message, tmp_path):
@@ -190,6 +194,24 @@ def test_configurations_that_do_not_fit_are_named(change, message, tmp_path):
     change_config(tmp_path / "drafter", change)
     with pytest.raises(DataError, match=message):
         load_drafter(tmp_path / "drafter")
+
+
+ODD = [None, -1, 0, 10**9, 10**400, 1.5, float("nan"), float("inf"), "x", True, [], [1], {}]
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(DrafterConfig)])
+def test_odd_values_of_any_field_are_refused_or_harmless(field, tmp_path):
+    save(make_random(make_config("dspark")), tmp_path / "drafter")
+    config = (tmp_path / "drafter" / "config.json").read_text()
+    num_refused = 0
+    for value in ODD:
+        (tmp_path / "drafter" / "config.json").write_text(config)
+        change_config(tmp_path / "drafter", lambda c, v=value: c["drafter"].update({field: v}))
+        try:
+            load_drafter(tmp_path / "drafter")
+        except DataError:
+            num_refused += 1
+    assert num_refused >= 7
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])

@@ -20,18 +20,40 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the directory cannot be written, or the disk is full; nothing is left behind.
     """
+    with whole_path(path) as name, open(name, "wb") as file:
+        yield file
+
+
+@contextmanager
+def whole_path(path: Path) -> Iterator[str]:
+    """The same for what writes to a name: the name of an empty file.
+
+    Raises:
+        OSError: as `whole_file`.
+    """
     handle, name = new_file(path)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's 0o600 would hide it from others
+        yield name
+        make_lasting(name)
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def make_lasting(path: str | Path) -> None:
+    """Bring a file to the disk, and give it the permissions that new files have.
+
+    Those of mkstemp and of safetensors, 0o600, would hide it from others.
+    """
+    os.chmod(path, 0o666 & ~_umask())
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _umask() -> int:

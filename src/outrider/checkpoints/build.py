@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.drafters import Drafter, DrafterConfig, make_drafter
+from outrider.drafters import Drafter, DrafterConfig, check_layers_read, make_drafter
 from outrider.drafters.blocks import Rotary
 from outrider.errors import ConfigError, DataError
 
@@ -34,6 +34,7 @@ def build_from(
         DataError: no such algorithm, or tensors that do not fit the configuration.
     """
     try:
+        check_layers_read(config)
         with torch.device("meta"):  # no time and no random numbers for values that are replaced
             drafter = make_drafter(config)
     except ConfigError as error:
@@ -105,3 +106,7 @@ def _check_values(
             raise DataError(f"{name} of {source} is {values.dtype}, expected floating point")
         if name != "d2t" and not bool(values.isfinite().all()):
             raise DataError(f"{name} of {source} holds values that are no finite numbers")
+    if bool((tensors["temperatures"] <= 0).any()):
+        raise DataError(
+            f"temperatures of {source} are {tensors['temperatures'].tolist()}, expected above 0"
+        )

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import DataError
+from outrider.writing import make_lasting
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -69,7 +70,7 @@ def write_checkpoint(
         DataError: `directory` is something else than a checkpoint, or cannot be written.
     """
     directory = Path(os.path.abspath(directory))
-    _check_replaced(directory)
+    check_replaced(directory)
     text = json.dumps(config, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -81,12 +82,13 @@ def write_checkpoint(
             save_file(contiguous, made / WEIGHTS, metadata={"format": "pt"})
             (made / CONFIG).write_text(text, encoding="utf-8")
             for name in (WEIGHTS, CONFIG):
-                _sync(made / name)
+                make_lasting(made / name)
             _take_place(made, directory, work / "old")
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"cannot write {directory}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot write {directory}: {reason}") from error
 
 
 def _take_place(made: Path, directory: Path, old: Path) -> None:
@@ -102,7 +104,12 @@ def _take_place(made: Path, directory: Path, old: Path) -> None:
         raise
 
 
-def _check_replaced(directory: Path) -> None:
+def check_replaced(directory: Path) -> None:
+    """Refuse what `write_checkpoint` would not replace.
+
+    Raises:
+        DataError: something else than a checkpoint is there.
+    """
     if not directory.exists():
         return
     if not directory.is_dir():
@@ -125,11 +132,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__}, expected a JSON object")
     return content
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -34,3 +34,21 @@ def make_drafter(config: DrafterConfig) -> Drafter:
             f"algorithm must be one of {sorted(ALGORITHMS)}, got {shown(config.algorithm)}"
         )
     return ALGORITHMS[config.algorithm](config)
+
+
+def check_layers_read(config: DrafterConfig) -> None:
+    """Refuse a drafter that is told to read more or fewer layers of its target than its kind does.
+
+    Raises:
+        ConfigError: the message says how many it reads.
+    """
+    kind, layers = ALGORITHMS.get(config.algorithm), config.target_layer_ids
+    if kind is None:
+        return  # make_drafter says so
+    least, most = kind.layer_ids_range
+    if not least <= len(layers) <= most:
+        wanted = str(least) if least == most else f"{least} to {most}"
+        raise ConfigError(
+            f"{config.algorithm} reads {wanted} layers of the target, target_layer_ids "
+            f"names {list(layers)}"
+        )

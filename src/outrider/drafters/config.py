@@ -1,12 +1,16 @@
 """What a drafter is: the one configuration all algorithms, file formats and kernels share."""
 
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from outrider.checks import shown
+from outrider.checks import INT32_MAX, boolean, integer, number, shown
 from outrider.errors import ConfigError
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+MAY_BE_ZERO = {"target_num_layers", "markov_rank"}
+SMALL = {"num_layers", "num_draft_tokens", "num_modules", "head_dim"}
+MOST = 1024  # of these, so that a damaged file is refused before millions of modules are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,8 @@ class DrafterConfig:
     confidence_sees_token: bool = True  # the head also reads the embedding of the token before
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (not isinstance(value, int) or value < 0):
-                raise ConfigError(f"{field.name} must be a whole number, got {shown(value)}")
-        if self.num_heads % max(1, self.num_kv_heads):
+        self._check_kinds()
+        if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
@@ -74,6 +75,27 @@ class DrafterConfig:
             raise ConfigError(
                 f"markov_head must be one of {list(MARKOV_HEADS)}, got {shown(self.markov_head)}"
             )
+
+    def _check_kinds(self) -> None:
+        """Each field by itself: files and recipes may hold anything."""
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if each.type is int:
+                most = MOST if name in SMALL else INT32_MAX
+                integer(name, value, 0 if name in MAY_BE_ZERO else 1, most)
+            elif each.type is float:
+                value = number(name, value, 0.0, sys.float_info.max, open_low=True)
+                object.__setattr__(self, name, value)
+            elif each.type is bool:
+                boolean(name, value)
+            elif each.type is str and not isinstance(value, str):
+                raise ConfigError(f"{name} must be a string, got {shown(value)}")
+        for layer in self.target_layer_ids:
+            integer("a layer of target_layer_ids", layer, -1)
+        if self.mask_token_id is not None:
+            integer("mask_token_id", self.mask_token_id, 0)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even, for rotary positions, got {self.head_dim}")
 
     @property
     def feature_size(self) -> int:

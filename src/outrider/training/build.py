@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.drafters import ALGORITHMS, Drafter, DrafterConfig, make_drafter
+from outrider.drafters import (
+    ALGORITHMS,
+    Drafter,
+    DrafterConfig,
+    check_layers_read,
+    make_drafter,
+)
 from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Data
 from outrider.training.recipe import DrafterShape, Recipe
@@ -66,6 +72,7 @@ def build_drafter(
         confidence_head=shape.confidence_head,
     )
     torch.manual_seed(recipe.seed)
+    check_layers_read(config)
     drafter = make_drafter(config)
     _start_small(drafter)
     _start_from_target(drafter, weights, shape.copy_layers)
@@ -87,13 +94,6 @@ def _check_shape(shape: DrafterShape, mask_token_id: int | None) -> None:
     kind = ALGORITHMS.get(shape.algorithm)
     if kind is None:
         return  # make_drafter says so
-    least, most = kind.layer_ids_range
-    if not least <= len(shape.target_layer_ids) <= most:
-        wanted = str(least) if least == most else f"{least} to {most}"
-        raise ConfigError(
-            f"{shape.algorithm} reads {wanted} layers of the target, target_layer_ids names "
-            f"{list(shape.target_layer_ids)}"
-        )
     if kind.needs_mask_token and mask_token_id is None:
         raise ConfigError(
             f"{shape.algorithm} needs mask_token: a token of the target that texts never hold"
