@@ -25,6 +25,7 @@ from outrider.target.kv import KVArena, pages_for
 from outrider.target.sampling import draft_noise_key
 
 MAX_ROWS = 512  # of one forward: the rows of longer prompts are taken in in portions
+SURE = 50.0  # logit of a confidence, at most: beyond it exp leaves the range
 KV_BYTES = 1 << 30  # default size of the drafter's KV, unless all requests fit in less
 
 
@@ -206,7 +207,7 @@ class NeuralSource(DraftSource):
 
     def _draft(self, seat: Seat) -> Draft:
         temperatures = self._temperatures[: len(seat.tokens)]
-        logits = np.array(seat.chances) / np.array(temperatures)
+        logits = np.clip(np.array(seat.chances) / np.array(temperatures), -SURE, SURE)
         return Draft(
             token_ids=seat.tokens,
             probs=torch.stack(seat.probs) if seat.probs else None,
