@@ -140,6 +140,25 @@ def test_data_refuses_what_cannot_be(model, prompts, tmp_path, monkeypatch, caps
     )
 
 
+def test_a_shard_of_which_nothing_is_kept_has_features_too(model, tmp_path) -> None:
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "x" * 240}) + "\n")  # of a context of 256
+    more = ("--features", tmp_path / "features", "--layers", "0,1")
+    assert " 0 texts" in make_data(model, prompts, tmp_path / "data", *more)
+    prompts.write_text(json.dumps({"prompt": "x"}) + "\n")
+    assert (tmp_path / "features" / "features-00000.safetensors").exists()
+
+
+def test_a_plan_that_failed_at_once_does_not_bind(model, prompts, tmp_path, monkeypatch, capsys):
+    wrong = ("data", "--model", model, "--prompts", prompts, "-o", tmp_path / "data")
+    shown = refused(monkeypatch, capsys, *wrong, "--max-tokens", 40, "--top-p", 0)
+    assert "top_p must be in" in shown
+    shown = refused(monkeypatch, capsys, *wrong, "--max-tokens", 256)
+    assert "256 tokens leave no room for prompts in the context of 256" in shown
+    make_data(model, prompts, tmp_path / "data")
+    assert Data(tmp_path / "data").header["plan"]["max_tokens"] == 40
+
+
 def test_temperatures_have_shares() -> None:
     assert temperature_shares("0.7") == ((0.7, 1.0),)
     assert temperature_shares("0:60,1:40") == ((0.0, 60.0), (1.0, 40.0))

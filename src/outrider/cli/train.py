@@ -1,5 +1,6 @@
 """`outrider train`: from a model to a drafter of its own."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +65,7 @@ def run(
     Several processes share the work under
     `torchrun --nproc-per-node N --no-python outrider train run …`.
     """
+    from outrider.training.hold import held
     from outrider.training.recipe import read_recipe
     from outrider.training.run import Inputs, Pace, Run
     from outrider.training.world import join_world, leave_world
@@ -74,9 +76,10 @@ def run(
     try:
         threads = target.set_threads()
         inputs = Inputs(data, output, features, target.model, device, init_from)
-        started = _starting(chosen, inputs, world, Run)
-        provenance = about(threads, seed=chosen.seed)
-        _train(started, Pace(report_every, held_out_every, 60 * save_minutes), provenance)
+        with held(output) if world.is_first else nullcontext():
+            started = _starting(chosen, inputs, world, Run)
+            provenance = about(threads, seed=chosen.seed)
+            _train(started, Pace(report_every, held_out_every, 60 * save_minutes), provenance)
     finally:
         leave_world()
 

@@ -1,5 +1,6 @@
 """`outrider train data`: the target answers prompts, and writes some of its own."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,6 +67,7 @@ def data(
     from outrider.cli.console import messages
     from outrider.cli.options import parse_speculative_config
     from outrider.training.generate import Plan, generate
+    from outrider.training.hold import held
 
     if not prompts and not self_prompts:
         raise ConfigError("nothing to answer: give --prompts, --self-prompts or both")
@@ -85,7 +87,10 @@ def data(
     also = [recording.recorder] if recording else []
     llm = replace(model, max_num_seqs=batch, kv_cache_tokens=room).load(also=also)
     console = messages()
-    with bar("prompts", plan.num_prompts) as advance:
+    with ExitStack() as stack:
+        for directory in (output, *([features] if features else [])):
+            stack.enter_context(held(directory))
+        advance = stack.enter_context(bar("prompts", plan.num_prompts))
         for done in generate(llm, plan, output, about(_threads(), seed=seed), recording):
             advance(done.num_prompts)
             console.print(

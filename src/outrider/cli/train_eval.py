@@ -26,7 +26,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="DRAFTER",
-            help="Directory of a drafter (RUN/drafter), or a speculative config as JSON.",
+            help="A run, a drafter, or a speculative config as JSON.",
         ),
     ],
     draft_tokens: Annotated[
@@ -82,6 +82,8 @@ def _config(drafter: str) -> dict[str, Any]:
 
     if drafter.lstrip().startswith("{"):
         return parse_speculative_config(drafter)
+    if (Path(drafter) / "run.json").exists():
+        drafter = str(Path(drafter) / "drafter")
     loaded = load_drafter(drafter)
     return {"method": loaded.drafter.config.algorithm, "model": drafter}
 
@@ -148,20 +150,24 @@ def calibrate(
     from outrider.cli.console import messages
     from outrider.training.calibrate import recalibrate
     from outrider.training.dataset import Data
+    from outrider.training.recipe import Optimisation, recipe_of
 
     directory = path / "drafter" if (path / "run.json").exists() else path
     loaded = load_drafter(directory)
     if loaded.format != "outrider":
         raise DataError(f"{directory} has the format {loaded.format}, which keeps no temperatures")
-    recipe = loaded.config.get("provenance", {}).get("recipe", {})
-    held_out, seed = recipe.get("held_out", held_out), recipe.get("seed", seed)
+    told = loaded.config["provenance"].get("recipe")
+    recipe = None if told is None else recipe_of(told, f"the recipe in {directory}")
+    max_length = (Optimisation() if recipe is None else recipe.training).max_length
+    if recipe is not None:
+        held_out, seed = recipe.held_out, recipe.seed
     if held_out < 2:
         raise ConfigError(
             f"the recipe of {directory} held out {held_out} texts, expected 2 or more"
         )
     target.set_threads()
     texts, model = Data(data), target.find()
-    found = recalibrate(loaded, directory, texts, model, features, held_out, seed)
+    found = recalibrate(loaded, directory, texts, model, features, held_out, seed, max_length)
     before, after = (sum(e) / len(e) for e in (found.ece_before, found.ece_after))
     temperatures = " ".join(f"{value:.2f}" for value in found.temperatures)
     messages().print(

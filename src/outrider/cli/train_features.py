@@ -38,27 +38,31 @@ def features(
     from outrider.cli.console import messages
     from outrider.training.dataset import Data, check_target
     from outrider.training.features import (
+        check_layout,
         feature_reader,
         open_features,
         shards_to_do,
         write_features,
     )
+    from outrider.training.hold import held
 
     numbers = layer_numbers(layers)
     texts = Data(data)
     threads = target.set_threads()
     loaded = target.find()
+    check_layout(loaded)
     check_target(texts, loaded)
     check_layers(numbers, loaded)
     width = loaded.config["hidden_size"]
     header = {"layer_ids": list(numbers), "hidden_size": width, "target": loaded.name}
-    open_features(output, texts, {**header, "provenance": about(threads)})
-    todo = sum(len(shard.token_ids) for shard in shards_to_do(output, texts))
-    _check_room(output, todo, texts.num_tokens, len(numbers), width)
-    reader = feature_reader(loaded, numbers)
-    with bar("features", texts.num_tokens, texts.num_tokens - todo) as advance:
-        for count in write_features(reader, texts, output):
-            advance(count)
+    with held(output):
+        open_features(output, texts, {**header, "provenance": about(threads)})
+        todo = sum(len(shard.token_ids) for shard in shards_to_do(output, texts))
+        _check_room(output, todo, texts.num_tokens, len(numbers), width)
+        reader = feature_reader(loaded, numbers)
+        with bar("features", texts.num_tokens, texts.num_tokens - todo) as advance:
+            for count in write_features(reader, texts, output):
+                advance(count)
     messages().print(f"features of {texts.num_tokens:,} tokens: {output}", soft_wrap=True)
 
 

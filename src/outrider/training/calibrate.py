@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from outrider.checkpoints import LoadedDrafter, save_drafter
+from outrider.checkpoints import check_target as check_drafter
 from outrider.drafters import Drafter
 from outrider.errors import DataError
 from outrider.target.load import LoadedModel
@@ -23,7 +24,6 @@ from outrider.training.dataset import Data, check_target
 from outrider.training.evaluate import Judged, judge
 from outrider.training.features import feature_source
 from outrider.training.losses import LossWeights
-from outrider.training.recipe import Optimisation
 
 GRID = torch.logspace(-2, 2, 161, base=2.0)  # 1/4 to 4, with 1 in the middle
 BINS = 20
@@ -58,10 +58,16 @@ def fit_temperatures(judged: Judged) -> torch.Tensor:
     return torch.stack(found)
 
 
-def calibrate(drafter: Drafter, judged: Judged, num_texts: int) -> Calibration:
-    """Fit on every other text, tell the error on the rest, and set the drafter's temperatures."""
+def calibrate(drafter: Drafter, judged: Judged, num_texts: int) -> Calibration | None:
+    """Fit on every other text, tell the error on the rest, and set the drafter's temperatures.
+
+    None, and nothing is set, where one of the halves has no text that is long enough.
+    """
     numbers = range(num_texts)
-    found = fit_and_check(judged.of(numbers[::2]), judged.of(numbers[1::2]))
+    fitted, checked = judged.of(numbers[::2]), judged.of(numbers[1::2])
+    if not len(fitted.places) or not len(checked.places):
+        return None
+    found = fit_and_check(fitted, checked)
     with torch.no_grad():
         drafter.temperatures.copy_(torch.tensor(found.temperatures))
     return found
@@ -75,25 +81,38 @@ def recalibrate(
     features: Path | None,
     held_out: int,
     seed: int,
+    max_length: int,
 ) -> Calibration:
     """Calibrate a drafter on disk anew, and write it there again.
 
     Raises:
-        DataError: data, features or target do not fit it.
+        DataError: data, features or target do not fit it, or not to the texts it was trained on.
     """
-    drafter, settings = loaded.drafter, Optimisation()
-    recipe = loaded.config.get("provenance", {}).get("recipe", {}).get("training", {})
+    drafter, provenance = loaded.drafter, loaded.config["provenance"]
+    check_drafter(drafter.config, model.config_object())
     check_target(data, model)
     source, count = feature_source(model, data, drafter.config.target_layer_ids, features)
-    places = places_of(data, recipe.get("max_length", settings.max_length), count)
-    _, held = split(places, held_out, seed)
+    places = places_of(data, max_length, count)
+    trained, held = split(places, held_out, seed)
+    if provenance.get("data") == data.header.get("id") and provenance.get("num_texts") not in (
+        None,
+        len(trained),
+    ):
+        raise DataError(
+            f"{directory} was trained on {provenance['num_texts']} texts of this data, now there "
+            f"are {len(trained)}, so that others would be held out: give the data and features of "
+            "its run"
+        )
     attach_target(drafter, model.state_dict(), "bfloat16")
     drafter.to(model.device)
     judged = judge(drafter, data, source, held, LossWeights())
-    if judged is None:
-        raise DataError(f"no held-out text of {data.directory} is long enough for a whole draft")
-    found = calibrate(drafter, judged, len(held))
-    about = {**loaded.config.get("provenance", {}), "calibration": found.as_json()}
+    found = None if judged is None else calibrate(drafter, judged, len(held))
+    if found is None:
+        raise DataError(
+            f"too few of the {len(held)} held-out texts of {data.directory} are long enough for a "
+            "whole draft"
+        )
+    about = {**provenance, "calibration": found.as_json()}
     save_drafter(drafter, directory, target=loaded.target, provenance=about)
     return found
 

@@ -10,7 +10,6 @@ Shape legend: N tokens of a shard, D texts of it, F feature width, H hidden.
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from outrider.checks import shown
 from outrider.errors import DataError
-from outrider.writing import whole_file
+from outrider.writing import whole_file, whole_path
 
 if TYPE_CHECKING:
     from outrider.target.load import LoadedModel
@@ -38,6 +38,16 @@ class Sample:
     token_ids: Sequence[int]
 
 
+# Of a shard's file, see Shard.
+COLUMNS = {
+    "token_ids": np.int32,
+    "starts": np.int64,
+    "prompt_lengths": np.int32,
+    "categories": np.int32,
+    "temperatures": np.float32,
+}
+
+
 @dataclass
 class Shard:
     """Texts of one file."""
@@ -48,9 +58,13 @@ class Shard:
     def _tensors(self) -> dict[str, np.ndarray]:
         try:
             with safe_open(self.path, "numpy") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+                found = {name: file.get_tensor(name) for name in COLUMNS}
+        except (OSError, TypeError, SafetensorError) as error:  # TypeError: bf16, unknown to numpy
             raise DataError(f"{self.path} cannot be read: {error}") from None
+        wrong = _fault(found)
+        if wrong:
+            raise DataError(f"{self.path} holds no texts as they are written here: {wrong}")
+        return found
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -81,6 +95,26 @@ class Shard:
         return len(self.starts) - 1
 
 
+def _fault(found: dict[str, np.ndarray]) -> str:
+    """What is wrong with the tensors of a shard; empty where nothing is."""
+    for name, dtype in COLUMNS.items():
+        if found[name].ndim != 1 or found[name].dtype != dtype:
+            shape = list(found[name].shape)
+            return f"{name} is {found[name].dtype} {shape}, expected {np.dtype(dtype)} in a row"
+    starts, prompts = found["starts"], found["prompt_lengths"]
+    lengths = np.diff(starts)
+    if not len(starts) or starts[0] or starts[-1] != len(found["token_ids"]) or (lengths < 1).any():
+        return f"starts must ascend from 0 to its {len(found['token_ids'])} tokens"
+    for name in ("prompt_lengths", "categories", "temperatures"):
+        if len(found[name]) != len(lengths):
+            return f"{name} are {len(found[name])}, expected one for each of {len(lengths)} texts"
+    if (prompts < 1).any() or (prompts > lengths).any():
+        return "prompt_lengths must be from 1 to the length of their texts"
+    if (found["token_ids"] < 0).any() or (found["categories"] < 0).any():
+        return "token_ids and categories must not be below 0"
+    return ""
+
+
 class Data:
     """A data directory, read.
 
@@ -91,6 +125,11 @@ class Data:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.header = read_header(directory / "data.json", "outrider training data")
+        names = self.header.get("categories")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DataError(
+                f"{directory / 'data.json'}: categories must be a list of names, got {shown(names)}"
+            )
         self.shards = [Shard(path) for path in sorted(directory.glob("tokens-*.safetensors"))]
         if not self.shards:
             raise DataError(f"{directory} holds no texts: no tokens-*.safetensors in it")
@@ -118,8 +157,9 @@ def read_header(path: Path, kind: str) -> dict[str, Any]:
         header = json.loads(path.read_text())
     except FileNotFoundError:
         raise DataError(f"{path.parent} is no {kind}: it has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read: {reason}") from None
     if not isinstance(header, dict) or header.get("kind") != kind:
         raise DataError(f"{path} is no {kind}")
     return header
@@ -157,6 +197,12 @@ def check_target(data: Data, loaded: "LoadedModel") -> None:
             f"{data.directory} holds the token id {largest}, {loaded.name} has "
             f"{loaded.config['vocab_size']} of them"
         )
+    last = max(int(shard.categories.max(initial=0)) for shard in data.shards)
+    if last >= max(1, len(data.categories)):
+        raise DataError(
+            f"{data.directory} holds texts of the category number {last}, its data.json names "
+            f"{len(data.categories)}"
+        )
 
 
 def write_shard(directory: Path, index: int, samples: Sequence[Sample], names: list[str]) -> None:
@@ -182,14 +228,12 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, partial)
-        partial.replace(path)
+        with whole_path(path) as partial:
+            save_file(tensors, partial)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise DataError(f"cannot write {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot write {path}: {reason}") from error
 
 
 def difference(old: Any, new: Any, path: str = "") -> str:

@@ -139,7 +139,7 @@ def _pack(places: list[Place], data: Data, source: FeatureSource, depths: int) -
     return pack
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference_mode would leave no way to the slopes, which `losses` works out too
 def _judge_pack(
     drafter: Drafter, t2d: torch.Tensor, pack: Pack, weights: LossWeights, precision: str
 ) -> tuple[Judged, float]:

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.nn import functional as F
 
-from outrider.errors import DataError
+from outrider.checks import shown
+from outrider.errors import DataError, ModelError
 from outrider.target.base import ForwardBatch, Target
 from outrider.target.kv import pages_for
 from outrider.target.load import LoadedModel, build_target
@@ -30,6 +31,7 @@ from outrider.training.dataset import (
 KIND = "outrider training features"
 COMPARED = ("data", "layer_ids", "hidden_size", "target")
 ROWS = 256  # of one forward
+LAYOUTS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_oss")
 
 
 @dataclass(slots=True)
@@ -141,21 +143,22 @@ class FeatureShards:
 
     def __init__(self, directory: Path, data: Data, layer_ids: tuple[int, ...]) -> None:
         self.header = read_header(directory / "features.json", KIND)
-        stored = list(self.header["layer_ids"])
+        stored, self._width = self.header.get("layer_ids"), self.header.get("hidden_size")
+        if not isinstance(stored, list) or not isinstance(self._width, int):
+            raise DataError(f"{directory / 'features.json'} names no layer_ids and hidden_size")
         missing = [layer for layer in layer_ids if layer not in stored]
         if missing:
             raise DataError(
                 f"{directory} holds the layers {stored}, and {missing} are asked for as well"
             )
-        if self.header["data"] != data.header.get("id"):
+        if self.header.get("data") != data.header.get("id"):
             raise DataError(f"{directory} was made from other data than {data.directory}")
-        self._width = self.header["hidden_size"]
         self._places = [stored.index(layer) for layer in layer_ids]
         self._all = self._places == list(range(len(stored)))
         self._files = [
-            safe_open(path, "pt")
-            for path in itertools.takewhile(
-                Path.exists, (feature_path(directory, s) for s in data.shards)
+            _opened(feature_path(directory, shard), len(shard.token_ids), stored, self._width)
+            for shard in itertools.takewhile(
+                lambda shard: feature_path(directory, shard).exists(), data.shards
             )
         ]
         if not self._files:
@@ -176,21 +179,65 @@ class FeatureShards:
         return Features(layers, last, log_sums, best)
 
 
+def _opened(path: Path, num_tokens: int, layer_ids: list[int], width: int) -> Any:
+    """A file of features, its tensors of the shapes that `Features` tells."""
+    expected = {
+        "layers": [num_tokens, len(layer_ids) * width],
+        "last": [num_tokens, width],
+        "log_sums": [num_tokens],
+        "best": [num_tokens],
+    }
+    try:
+        file = safe_open(path, "pt")
+        found = {name: file.get_slice(name).get_shape() for name in expected}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if found != expected:
+        raise DataError(
+            f"{path} does not fit its data and features.json: {difference(expected, found)}"
+        )
+    return file
+
+
 def feature_source(
     loaded: LoadedModel, data: Data, layer_ids: tuple[int, ...], directory: Path | None
 ) -> tuple[FeatureSource, int | None]:
     """Where features come from, and how many shards have some; None: all."""
     if directory is not None:
         shards = FeatureShards(directory, data, layer_ids)
+        made_by = shards.header.get("target")
+        if made_by != loaded.name:
+            raise DataError(
+                f"{directory} holds features of the target {shown(made_by)}, expected those of "
+                f"{loaded.name!r}"
+            )
         return shards, len(shards)
     return LiveFeatures(feature_reader(loaded, layer_ids), data), None
 
 
 def feature_reader(loaded: LoadedModel, layer_ids: tuple[int, ...]) -> FeatureReader:
-    """Runs the target over texts for these layers."""
+    """Runs the target over texts for these layers.
+
+    Raises:
+        ModelError: as `check_layout`.
+    """
+    check_layout(loaded)
     target = build_target(loaded)
     norm = loaded.state_dict()["model.norm.weight"]
     return FeatureReader(target, layer_ids, norm, loaded.config["rms_norm_eps"])
+
+
+def check_layout(loaded: LoadedModel) -> None:
+    """Refuse targets whose logits are not the last norm's plain output times the head.
+
+    Raises:
+        ModelError: it is of a family that is not known to be laid out as Llama is.
+    """
+    if loaded.config["model_type"] not in LAYOUTS:
+        raise ModelError(
+            f"drafters are trained for targets laid out as Llama: {', '.join(LAYOUTS)}; "
+            f"{loaded.name} is of the family {loaded.config['model_type']}"
+        )
 
 
 def feature_path(directory: Path, shard: Shard) -> Path:

@@ -121,10 +121,16 @@ def generate(
         recording: its recorder is one of the sources of `llm`.
 
     Raises:
-        DataError: the directory holds data of another plan, or cannot be written.
+        DataError: the directory holds data of another plan, or cannot be written; or answers as
+            long as the plan's leave no room for prompts.
         PromptError: the target has no chat template.
     """
     header = chat_header(llm) if plan.self_prompts else []
+    if plan.max_tokens >= llm.engine.max_model_len:
+        raise DataError(
+            f"answers of {plan.max_tokens} tokens leave no room for prompts in the context of "
+            f"{llm.engine.max_model_len}: expected fewer tokens"
+        )
     about = {
         "plan": plan.as_json(),
         "target": llm.target.name,
@@ -143,14 +149,15 @@ def generate(
 def _open(directory: Path, plan: Plan, about: dict[str, Any]) -> None:
     """Make sure that the directory is one of this plan, before its first shard is written."""
     path = directory / "data.json"
-    if path.exists():
+    has_shards = any(directory.glob("tokens-*"))
+    if path.exists() and has_shards:
         found = read_header(path, KIND)
         differs = difference({key: found.get(key) for key in about}, about)
         if differs:
             raise DataError(f"{directory} holds other data; give another directory: {differs}")
         if _shard(directory, 0).exists():  # a kill may have come between a shard and its count
             _write_about(directory, plan, about, found.get("provenance", {}))
-    elif any(directory.glob("tokens-*")):
+    elif has_shards:
         raise DataError(f"{directory} holds shards of data without their data.json")
     else:
         write_header(path, KIND, {"categories": plan.categories, **about})
@@ -218,7 +225,8 @@ def _write(
     if recording is not None:  # first, so that no shard is ever without
         recording.directory.mkdir(parents=True, exist_ok=True)
         shard = Shard(_shard(directory, index))
-        write_shard_features(recording.directory, shard, joined(features))
+        whole = joined(features or [recording.recorder.nothing()])
+        write_shard_features(recording.directory, shard, whole)
     write_shard(directory, index, samples, plan.categories)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     return Done(index, len(wanted), len(samples), tokens, perf_counter() - started)

@@ -25,8 +25,11 @@ class Log:
         if writes and self._path.exists():
             lines = read_log(directory)
             kept = [line for line in lines if line["step"] <= step and not line.get("final")]
-            with whole_file(self._path) as file:
-                file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+            try:
+                with whole_file(self._path) as file:
+                    file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+            except OSError as error:
+                raise DataError(f"cannot write {self._path}: {error.strerror}") from error
 
     def add(self, **line: Any) -> None:
         """Write one line, whole.
@@ -44,11 +47,23 @@ class Log:
 
 
 def read_log(directory: Path) -> list[dict[str, Any]]:
-    """All lines; the last one is left out where a kill has cut it."""
+    """All lines up to the first that is none: a kill may have cut the last one.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = directory / LOG
+    try:
+        content = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
     lines = []
-    for text in (directory / LOG).read_text(encoding="utf-8").splitlines():
+    for text in content.splitlines():
         try:
-            lines.append(json.loads(text))
-        except ValueError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        lines.append(line)
     return lines

@@ -4,17 +4,23 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.errors import DataError
 from outrider.training.log import read_log
 from outrider.writing import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MOST_NAMED = 16  # lines of one picture; a legend of more would hide it
 Lines = list[dict[str, Any]]
 
 
 def draw_curve(directory: Path) -> Path | None:
-    """Write curve.png beside the log; None where matplotlib is not installed."""
+    """Write curve.png beside the log; None where matplotlib is not installed.
+
+    Raises:
+        DataError: it cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -28,13 +34,16 @@ def draw_curve(directory: Path) -> Path | None:
     for axes in (loss, agreement, length):
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
+        if 0 < len(axes.get_legend_handles_labels()[0]) <= MOST_NAMED:
             axes.legend(fontsize="small")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     path = directory / "curve.png"
-    with whole_file(path) as file:
-        file.write(buffer.getvalue())
+    try:
+        with whole_file(path) as file:
+            file.write(buffer.getvalue())
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 

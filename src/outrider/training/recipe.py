@@ -17,6 +17,8 @@ from outrider.training.losses import LossWeights
 PACKAGED = Path(__file__).parent.parent / "recipes"
 PRECISIONS = ("bfloat16", "float32")
 LARGEST = sys.float_info.max
+# What reading YAML raises besides its own: days that are none, integers too long, nesting too deep.
+NO_YAML = (OSError, ValueError, RecursionError, yaml.YAMLError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         integer("held_out", self.held_out, 0)
-        integer("seed", self.seed, 0)
+        integer("seed", self.seed, 0, 2**63 - 1)
         for each in fields(self.loss):
             number(f"loss.{each.name}", getattr(self.loss, each.name), 0.0, LARGEST)
 
@@ -133,14 +135,14 @@ def read_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
 def _of_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except NO_YAML as error:
         raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
 
 
 def _of_python(path: Path) -> Any:
     try:
         found = runpy.run_path(str(path))
-    except Exception as error:  # whatever the user's file does
+    except (Exception, SystemExit) as error:  # whatever the user's file does
         raise ConfigError(
             f"the recipe {path} cannot be run: {type(error).__name__}: {error}"
         ) from error
@@ -156,7 +158,7 @@ def _changed(content: Any, change: str) -> Any:
         raise ConfigError(f"a change must be KEY=VALUE, as training.steps=500, got {shown(change)}")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except NO_YAML as error:
         raise ConfigError(f"the value of {shown(change)} is no YAML: {error}") from None
     first, dot, rest = key.partition(".")
     if not dot:

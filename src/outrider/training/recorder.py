@@ -10,7 +10,7 @@ from outrider.drafters.native_heads import PackedLinear
 from outrider.drafting.source import DraftContext, DraftSource
 from outrider.target.load import LoadedModel
 from outrider.training.dataset import Sample
-from outrider.training.features import Features
+from outrider.training.features import Features, check_layout
 
 ROWS = 256  # whose logits are held at once
 
@@ -20,12 +20,16 @@ class Recorder(DraftSource):
 
     Args:
         layer_ids: layers whose outputs are kept; -1 = embedding.
+
+    Raises:
+        ModelError: as `check_layout`.
     """
 
     name = "recorder"
     max_draft_tokens = 0
 
     def __init__(self, loaded: LoadedModel, layer_ids: tuple[int, ...]) -> None:
+        check_layout(loaded)
         weights = loaded.state_dict()
         self.layer_ids = layer_ids
         self.target_layer_ids = (*layer_ids, loaded.config["num_hidden_layers"] - 1)
@@ -47,6 +51,13 @@ class Recorder(DraftSource):
     def forget(self) -> None:
         """Drop all texts that were not taken."""
         self._found.clear()
+
+    def nothing(self) -> Features:
+        """Of no token, for a shard without texts."""
+        width = len(self._norm)
+        layers = torch.zeros(0, len(self.layer_ids) * width, dtype=torch.bfloat16)
+        none = torch.zeros(0)
+        return Features(layers, layers.new_zeros(0, width), none, none.int())
 
     def take(self, sample: Sample, whole_text: bytes) -> Features | None:
         """Of a sample cut from a text, int32 ids as bytes; None: it came to no end here.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints import load_drafter, save_drafter
+from outrider.checkpoints.files import check_replaced
 from outrider.drafters import Drafter
 from outrider.errors import DataError
 from outrider.target.load import LoadedModel, load_model
@@ -206,6 +207,7 @@ class Run:
         elif self.world.is_first:
             write_header(directory / "run.json", KIND, about)
         if self.world.is_first:
+            check_replaced(directory / "drafter")  # hours before it is written
             for left in directory.glob(f".{STATE}.*"):  # of a process that was killed
                 left.unlink()
 
@@ -266,8 +268,11 @@ def _start_from(drafter: Drafter, path: Path) -> None:
     differs = difference(found.config.as_json(), drafter.config.as_json())
     if differs:
         raise DataError(f"{path} is no start for this recipe: {differs}")
-    state = {
-        name: value.to(drafter.state_dict()[name].dtype)
-        for name, value in found.state_dict().items()
-    }
+    theirs, ours = found.state_dict(), drafter.state_dict()
+    more = sorted(theirs.keys() - ours.keys())
+    if more:
+        raise DataError(
+            f"{path} is no start for this recipe: it has {', '.join(more)}, expected the target's"
+        )
+    state = {name: value.to(ours[name].dtype) for name, value in theirs.items()}
     drafter.load_state_dict(state)

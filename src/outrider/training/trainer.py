@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from outrider.checks import integer
 from outrider.drafters import Drafter
 from outrider.errors import TrainingError
 from outrider.training.batches import Batches, Pack, Place
@@ -232,8 +233,19 @@ class Trainer:
         """Go on from `state`.
 
         Raises:
-            TrainingError: it is of another recipe.
+            TrainingError: it is of another recipe, or no state at all.
         """
+        try:
+            self._load(state)
+        except TrainingError:
+            raise
+        except Exception as error:  # of whatever a foreign file holds
+            raise TrainingError(
+                f"the state in {self.directory} is none of a run, or damaged: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
         if state["recipe"] != self.recipe.as_json():
             raise TrainingError(
                 f"{self.directory} holds a run of another recipe; give another directory, or "
@@ -242,7 +254,8 @@ class Trainer:
         self.drafter.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step, self.num_tokens = state["step"], state["num_tokens"]
+        self.step = integer("its step", state["step"], 0, self.num_steps)
+        self.num_tokens = integer("its num_tokens", state["num_tokens"], 0)
         self._pending = [_Sums(**sums) for sums in state["pending"]]
 
 
