@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.checkpoints import load_drafter, save_drafter
+from outrider.checkpoints.find import find_drafter
 from outrider.drafters import ALGORITHMS, Drafter, DrafterConfig, make_drafter
 from outrider.drafters.base import Texts
 from outrider.errors import DataError
@@ -219,6 +220,19 @@ def test_a_config_that_is_no_object(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(DataError, match=r"config\.json"):
         load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, [], [1], "x", 5, {}])
+@pytest.mark.parametrize("name", ["target", "drafter"])
+def test_drafters_in_the_cache_that_are_damaged_are_passed_over(name, value, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    good, bad = (tmp_path / "drafters" / kind for kind in ("b", "a"))  # the bad one comes first
+    target = {"fingerprint": "f"}
+    for path in (good, bad):
+        save_drafter(make_random(make_config("pard")), path, target=target, provenance={})
+    assert find_drafter("pard", "f") == bad
+    change_config(bad, lambda c: c.update({name: value}))
+    assert find_drafter("pard", "f") == good
 
 
 def test_no_checkpoint_there(tmp_path):

@@ -123,6 +123,19 @@ def test_temperatures_calibrate_confidence() -> None:
     )
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_confidences_of_any_size_are_chances(sign: float) -> None:
+    """Warnings are errors here, and exp overflows from 710 on."""
+    drafter = toy_drafter("dspark", V)
+    with torch.no_grad():
+        drafter.get_parameter("confidence_head.proj.weight").fill_(0)
+        drafter.get_parameter("confidence_head.proj.bias").fill_(sign * 1e6)
+    talk = Conversation(drafter)
+    talk.grow("a", 8)
+    [draft] = talk.propose({"a": 4})
+    assert draft.confidence == pytest.approx([float(sign > 0)] * 4, abs=1e-9)
+
+
 def test_a_text_beyond_the_drafter_ends_drafting_for_it_alone() -> None:
     talk = Conversation(toy_drafter("dspark", V))
     talk.grow("long", 250)

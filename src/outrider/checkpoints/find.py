@@ -22,7 +22,9 @@ def find_drafter(algorithm: str, fingerprint: str | None) -> Path | None:
             except DataError as error:
                 log.warning("%s", error)
                 continue
-            target, shape = config.get("target") or {}, config.get("drafter") or {}
+            target, shape = config.get("target"), config.get("drafter")
+            if not isinstance(target, dict) or not isinstance(shape, dict):
+                continue  # of another format, or damaged
             if (target.get("fingerprint"), shape.get("algorithm")) == (fingerprint, algorithm):
                 return path.parent
     return None

@@ -42,7 +42,9 @@ class Show:
         self._advance(1)
         if moment.report is not None:
             line = report_line(moment.report, self._num_steps)
-            self._console.print(f"{line}  left {self._left(moment.step)}", soft_wrap=True)
+            if not self._console.is_terminal:  # there the bar says it, and 80 columns are few
+                line += f"  left {self._left(moment.step)}"
+            self._console.print(line, soft_wrap=True)
         if moment.held_out is not None:
             self._console.print(f"  held out: {held_out_line(moment.held_out)}", soft_wrap=True)
 
