@@ -1,5 +1,6 @@
 """`outrider train`, the whole path on a toy target, and what it refuses."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from train_cases import quiet_torch, toy_recipe, write_data, write_target
 from typer.testing import CliRunner
 
@@ -20,7 +22,9 @@ from outrider.engine.times import StepTimes
 from outrider.errors import ConfigError
 from outrider.policy.fixed import FixedLength
 from outrider.results import CompletionOutput, RequestOutput
+from outrider.target.load import load_model
 from outrider.training.dataset import Data, read_header
+from outrider.training.features import FeatureShards, feature_reader
 from outrider.training.recipe import packaged_recipes, read_recipe
 from outrider.training.rollouts import acceptance
 
@@ -140,11 +144,36 @@ def test_data_refuses_what_cannot_be(model, prompts, tmp_path, monkeypatch, caps
     )
 
 
+def test_features_kept_on_the_way_are_those_of_a_forward_of_their_own(
+    model, prompts, tmp_path
+) -> None:
+    more = ("--features", tmp_path / "features", "--layers", "-1,1", "--dtype", "float32")
+    make_data(model, prompts, tmp_path / "data", *more)
+    data = Data(tmp_path / "data")
+    kept = FeatureShards(tmp_path / "features", data, (-1, 1))
+    reader = feature_reader(load_model(str(model), "float32"), (-1, 1))
+    assert len(kept) == len(data.shards) == 3
+    for number, shard in enumerate(data.shards):
+        for text, (start, end) in enumerate(itertools.pairwise(shard.starts.tolist())):
+            mine, own = kept.read(number, start, end), reader.read(shard.token_ids[start:end])
+            final = end - start - 1  # the last token was never run
+            one_bit = {"rtol": 1e-2, "atol": 1e-3}  # of bf16, where rounding falls on both sides
+            torch.testing.assert_close(mine.layers[:final], own.layers[:final], **one_bit)
+            torch.testing.assert_close(mine.last[:final], own.last[:final], **one_bit)
+            answer = slice(int(shard.prompt_lengths[text]) - 1, final)
+            assert torch.equal(mine.best[answer], own.best[answer])
+            # Worked out from the last state as it is kept, in bf16.
+            torch.testing.assert_close(
+                mine.log_sums[answer], own.log_sums[answer], rtol=0, atol=2e-2
+            )
+
+
 def test_a_shard_of_which_nothing_is_kept_has_features_too(model, tmp_path) -> None:
     prompts = tmp_path / "long.jsonl"
     prompts.write_text(json.dumps({"prompt": "x" * 240}) + "\n")  # of a context of 256
     more = ("--features", tmp_path / "features", "--layers", "0,1")
-    assert " 0 texts" in make_data(model, prompts, tmp_path / "data", *more)
+    shown = make_data(model, prompts, tmp_path / "data", *more)
+    assert " 0 texts" in shown and "1 prompts too long" in shown
     prompts.write_text(json.dumps({"prompt": "x"}) + "\n")
     assert (tmp_path / "features" / "features-00000.safetensors").exists()
 

@@ -95,7 +95,8 @@ def data(
             advance(done.num_prompts)
             console.print(
                 f"shard {done.index + 1} of {plan.num_shards}: {done.num_texts} texts, "
-                f"{done.num_tokens:,} tokens, {done.tokens_per_second:,.0f} tokens/s",
+                f"{done.num_tokens:,} tokens, {done.tokens_per_second:,.0f} tokens/s"
+                + (f"; {done.num_too_long} prompts too long" if done.num_too_long else ""),
                 soft_wrap=True,
             )
     _conclude(output)

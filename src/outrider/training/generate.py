@@ -92,6 +92,7 @@ class Done:
     num_prompts: int  # of the plan, whether or not anything was kept
     num_texts: int
     num_tokens: int  # generated
+    num_too_long: int  # prompts that leave no room for an answer
     seconds: float
 
     @property
@@ -229,7 +230,9 @@ def _write(
         write_shard_features(recording.directory, shard, whole)
     write_shard(directory, index, samples, plan.categories)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Done(index, len(wanted), len(samples), tokens, perf_counter() - started)
+    too_long = len(prompts) - len(kept)
+    seconds = perf_counter() - started
+    return Done(index, len(wanted), len(samples), tokens, too_long, seconds)
 
 
 def _encoded(llm: "LLM", prompt: BenchPrompt) -> list[int]:
