@@ -21,6 +21,7 @@ from test_checkpoints import (
 from transformers import LlamaConfig
 
 from outrider.checkpoints import export_drafter, load_drafter, save_drafter
+from outrider.checkpoints.find import algorithm_at
 from outrider.errors import DataError
 
 TARGET = LlamaConfig(
@@ -74,6 +75,7 @@ def test_what_is_exported_is_loaded(name, tmp_path):
     export(drafter, tmp_path / "theirs", HELD[name][0])
     loaded = load_drafter(tmp_path / "theirs")
     assert loaded.format == HELD[name][0] and loaded.target == {}
+    assert algorithm_at(tmp_path / "theirs") == HELD[name][1]  # a config may name it alone
     assert loaded.drafter.config == drafter.config
     assert loaded.drafter.d2t.equal(drafter.d2t)
     assert loaded.drafter.temperatures.equal(torch.ones(4))

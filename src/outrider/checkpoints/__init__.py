@@ -56,6 +56,12 @@ def load_drafter(path: str | os.PathLike[str]) -> LoadedDrafter:
     )
 
 
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a drafter in a format that is known here."""
+    read = dict(config)
+    return own.is_ours(read) or any(module.is_theirs(read) for module in FORMATS.values())
+
+
 def save_drafter(
     drafter: Drafter,
     directory: str | os.PathLike[str],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import outrider
 from outrider.cache import cache_dir
+from outrider.checkpoints import is_drafter, load_drafter
 from outrider.checkpoints.files import read_config
 from outrider.errors import DataError
 
@@ -31,10 +32,15 @@ def find_drafter(algorithm: str, fingerprint: str | None) -> Path | None:
 
 
 def algorithm_at(path: object) -> str | None:
-    """The algorithm of the drafter in a directory; None: it holds none whose config.json tells."""
+    """The algorithm of the drafter in a directory; None: it holds another model, or nothing.
+
+    Raises:
+        DataError: it is a drafter, and damaged.
+    """
     if not isinstance(path, str | Path) or not (Path(path) / "config.json").is_file():
         return None
     config = read_config(Path(path))
     shape = config.get("drafter")
-    named = shape.get("algorithm") if isinstance(shape, dict) else None
-    return named or config.get("speculators_model_type")
+    if isinstance(shape, dict) and isinstance(shape.get("algorithm"), str):
+        return shape["algorithm"]  # our own format says it
+    return load_drafter(path).drafter.config.algorithm if is_drafter(config) else None
