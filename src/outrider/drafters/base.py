@@ -31,12 +31,16 @@ class Texts:
         first = torch.tensor(self.starts[:-1]).repeat_interleave(lengths)
         return torch.arange(self.starts[-1]) - first
 
+    def text_of(self, places: torch.Tensor) -> torch.Tensor:
+        """Which text each token [A] lies in, int64 [A]."""
+        starts = torch.tensor(self.starts, device=places.device)
+        return torch.searchsorted(starts, places, right=True) - 1
+
     def chains(self, anchors: torch.Tensor) -> Chains:
         """Chains from ascending anchors [A] that see what lies before them."""
         starts = torch.tensor(self.starts)
-        text = torch.searchsorted(starts, anchors, right=True) - 1
         bounds = torch.searchsorted(anchors, starts)
-        return Chains(anchors - starts[text], bounds.tolist(), self.starts)
+        return Chains(anchors - starts[self.text_of(anchors)], bounds.tolist(), self.starts)
 
 
 Part = tuple[torch.Tensor, torch.Tensor]  # states [R, S] and a matrix [U, S]

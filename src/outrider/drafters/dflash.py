@@ -40,10 +40,11 @@ class DFlash(Drafter):
             return self.projection(features)
         return self.hidden_norm(self.fc(features))
 
-    def block_ids(self, anchor_ids: torch.Tensor, num_slots: int) -> torch.Tensor:
+    def block_ids(self, anchor_ids: torch.Tensor) -> torch.Tensor:
         """The last token [A] and masks: [A, B]."""
         assert self.config.mask_token_id is not None
-        ids = anchor_ids.new_full((len(anchor_ids), num_slots), self.config.mask_token_id)
+        shape = len(anchor_ids), self.block_size
+        ids = anchor_ids.new_full(shape, self.config.mask_token_id)
         ids[:, 0] = anchor_ids
         return ids
 
@@ -69,7 +70,7 @@ class DFlash(Drafter):
             query, key, value = (x.unflatten(0, (count, size)) for x in (query, key, value))
             return chain_attention(query, key, value, keys, values, chains).flatten(0, 1)
 
-        x = self.embed(self.block_ids(texts.token_ids[anchors], size)).flatten(0, 1)
+        x = self.embed(self.block_ids(texts.token_ids[anchors])).flatten(0, 1)
         for layer in self.layers:
             x = layer(x, near, attend)
         return x.unflatten(0, (count, size))

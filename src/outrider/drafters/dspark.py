@@ -24,7 +24,6 @@ class MarkovHead(nn.Module):
         super().__init__()
         rank, hidden = config.markov_rank, config.hidden_size
         self.kind = config.markov_head
-        self.rank = rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         if self.kind == "gated":

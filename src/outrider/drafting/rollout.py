@@ -175,6 +175,9 @@ def _last_token(seat: Seat) -> int:
 class _RowRollout(Rollout[Rows]):
     """What masks and recurrence share: the rows of the text go through all layers."""
 
+    def num_slots(self, budget: int) -> int:
+        return budget - 1
+
     def take_in(self, seat: Seat, count: int) -> None:
         x, side = self._text_inputs([seat], [count], self._features(seat, count))
         self.stack.run(ragged([seat], [seat.num_held], [count], NO_PAGES), x, side)
@@ -199,9 +202,6 @@ class MaskedRollout(_RowRollout[Masked]):
     def __init__(self, drafter: Masked, stack: Stack, chooser: Chooser) -> None:
         super().__init__(drafter, stack, chooser)
         self.reach = self.lag = drafter.shift
-
-    def num_slots(self, budget: int) -> int:
-        return budget - 1
 
     def draft(self, seats: Sequence[Seat]) -> None:
         left = [self._left(seat) for seat in seats]
@@ -232,9 +232,6 @@ def _merged(text: torch.Tensor, masks: torch.Tensor, is_mask: np.ndarray) -> tor
 
 class RecurrentRollout(_RowRollout[Recurrent]):
     """EAGLE-3, MTP: one row per draft token, each fed with the state before it."""
-
-    def num_slots(self, budget: int) -> int:
-        return budget - 1
 
     def draft(self, seats: Sequence[Seat]) -> None:
         left = [self._left(seat) for seat in seats]
@@ -318,16 +315,16 @@ class ModulesRollout(Rollout[MTP]):
 class HeadsRollout(Rollout[Medusa]):
     """Medusa: heads on the newest features, and no KV at all."""
 
+    def __init__(self, drafter: Medusa, stack: Stack, chooser: Chooser) -> None:
+        super().__init__(drafter, stack, chooser)
+        self._heads = MedusaHeads(drafter, self._dtype)
+
     def num_slots(self, budget: int) -> int:
         return 0
 
     def take_in(self, seat: Seat, count: int) -> None:
         self._features(seat, count)
         seat.num_held += count
-
-    def __init__(self, drafter: Medusa, stack: Stack, chooser: Chooser) -> None:
-        super().__init__(drafter, stack, chooser)
-        self._heads = MedusaHeads(drafter, self._dtype)
 
     def draft(self, seats: Sequence[Seat]) -> None:
         newest = torch.stack([seat.features[-1] for seat in seats])

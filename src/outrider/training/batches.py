@@ -14,7 +14,7 @@ import torch
 from outrider.drafters.base import Texts
 from outrider.errors import DataError
 from outrider.training.dataset import Data
-from outrider.training.features import Features, FeatureSource
+from outrider.training.features import Features, FeatureSource, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,9 @@ class Pack:
         if count == 1:
             yield self
             return
-        starts = torch.tensor(self.texts.starts)
         for part in torch.arange(len(self.anchors)).chunk(count):
             anchors, lengths = self.anchors[part], self.lengths[part]
-            text = torch.searchsorted(starts.to(anchors.device), anchors, right=True) - 1
+            text = self.texts.text_of(anchors)
             rows, new_starts, moved = [], [0], torch.empty_like(anchors)
             for which in text.unique().tolist():
                 mine = text == which
@@ -160,9 +159,7 @@ def load_pack(
         starts.append(at + len(place))
         # A draft starts behind a token of the answer, and at least one token follows it.
         eligible.append(np.arange(at + max(1, place.prompt_length), starts[-1] - 1))
-    features = Features(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in Features.__slots__)
-    )
+    features = joined(parts)
     texts = Texts(torch.from_numpy(np.concatenate(ids)).long(), starts, features.layers)
     anchors = np.concatenate(eligible)
     if len(anchors) > rule.anchors_per_pack:

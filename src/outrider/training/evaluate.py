@@ -128,7 +128,7 @@ def _pack(places: list[Place], data: Data, source: FeatureSource, depths: int) -
     total = sum(map(len, places))
     pack = load_pack(places, data, source, AnchorRule(depths, total), np.random.default_rng(0))
     whole = (pack.lengths == depths).nonzero().squeeze(1)
-    text = torch.searchsorted(torch.tensor(pack.texts.starts), pack.anchors[whole], right=True)
+    text = pack.texts.text_of(pack.anchors[whole])
     kept = []
     for one in text.unique():
         mine = whole[text == one]
@@ -145,8 +145,7 @@ def _judge_pack(
 ) -> tuple[Judged, float]:
     """The drafts of one pack, `loss` a sum still, and the weight of that sum."""
     device = t2d.device
-    starts = torch.tensor(pack.texts.starts)
-    text = torch.searchsorted(starts, pack.anchors, right=True) - 1  # [A]
+    text = pack.texts.text_of(pack.anchors)  # [A]
     is_greedy = torch.tensor([place.is_greedy for place in pack.places])[text]
     moved = pack.to(device, drafter.head.dtype)
     with device, autocast(device, precision):
