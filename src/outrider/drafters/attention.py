@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-SCORE_ELEMENTS = 1 << 24  # of one portion of chains: 64 MiB in float32
+SCORE_ELEMENTS = 1 << 24  # of one text's chains that are kept for the way back: 64 MiB in float32
+PORTION_ELEMENTS = 1 << 22  # of chains that go through together, and so stay in the cache
 
 
 @dataclass(slots=True)
@@ -62,21 +63,19 @@ def chain_attention(
         [A, L, H * D].
     """
     outputs = []
-    for text, (first, end) in enumerate(
-        zip(chains.chain_starts, chains.chain_starts[1:], strict=False)
-    ):
-        context = slice(chains.text_starts[text], chains.text_starts[text + 1])
-        width = query.shape[1] * query.shape[2] * (context.stop - context.start + own_keys.shape[1])
-        portion = max(1, SCORE_ELEMENTS // max(1, width))
+    limits = chains.limits.tolist()
+    for text, (first, end) in enumerate(itertools.pairwise(chains.chain_starts)):
+        start, stop = chains.text_starts[text : text + 2]
+        width = query.shape[1] * query.shape[2] * (stop - start + own_keys.shape[1])
+        portion = max(1, PORTION_ELEMENTS // max(1, width))
+        again = (end - first) * width > SCORE_ELEMENTS and torch.is_grad_enabled()
         for at in range(first, end, portion):
             rows = slice(at, min(at + portion, end))
+            context = slice(start, start + max(limits[rows]))
             mask = own_mask[rows] if own_mask is not None and own_mask.dim() == 3 else own_mask
             parts = (query[rows], own_keys[rows], own_values[rows])
             parts += (keys[context], values[context], chains.limits[rows], mask)
-            if end - first > portion and torch.is_grad_enabled():
-                found = checkpoint(_portion, *parts, use_reentrant=False)
-            else:
-                found = _portion(*parts)
+            found = checkpoint(_portion, *parts, use_reentrant=False) if again else _portion(*parts)
             outputs.append(found)
     if not outputs:
         return query.flatten(2)
