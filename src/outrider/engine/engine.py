@@ -29,6 +29,7 @@ from outrider.results import Logprob, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
 from outrider.target.kv import KVArena, pages_for
+from outrider.terms import Terms
 
 DRAFT_ROWS = 8  # rows per decoding request that prompts leave free: one row tile of a linear
 MAX_ROWS = 1 << 20  # of one forward: the cost of each number of rows is kept
@@ -114,6 +115,7 @@ class Engine:
         *,
         prompt: str | None = None,
         prediction: Sequence[int] | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """Queue a prompt; its chunks come from `step` under this id.
 
@@ -123,7 +125,9 @@ class Engine:
         """
         assert request_id not in self._groups, f"request id {request_id!r} is in use"
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        group = self._intake.admit(request_id, prompt_token_ids, params, prompt, prediction, seed)
+        group = self._intake.admit(
+            request_id, prompt_token_ids, params, prompt, prediction, seed, terms or Terms()
+        )
         self._groups[request_id] = group
         for choice in group.choices:
             self.scheduler.add(choice)

@@ -15,6 +15,7 @@ from outrider.results import SpeculativeMetrics
 from outrider.sampling_params import SamplingParams
 from outrider.target.edits import check_against_vocab
 from outrider.target.noise import noise_key
+from outrider.terms import Terms
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class Intake:
         prompt: str | None,
         prediction: Sequence[int] | None,
         seed: int,
+        terms: Terms,
     ) -> RequestGroup:
         """A group of `params.n` requests.
 
@@ -43,7 +45,7 @@ class Intake:
             SamplingError: ids outside the vocabulary, or stop strings without a tokenizer.
         """
         ids = self.check(prompt_token_ids, params)
-        group = RequestGroup(request_id, prompt, ids.tolist(), params)
+        group = RequestGroup(request_id, prompt, ids.tolist(), params, terms)
         group.metrics.arrival_time = perf_counter()
         if self.is_speculative:
             group.metrics.speculative_decoding = SpeculativeMetrics()

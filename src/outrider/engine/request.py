@@ -10,6 +10,7 @@ from outrider.drafting.source import DraftContext
 from outrider.engine.output import OutputBuilder
 from outrider.results import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.sampling_params import SamplingParams
+from outrider.terms import Terms
 
 
 class TokenBuffer:
@@ -73,6 +74,10 @@ class Request:
         return self.group.params
 
     @property
+    def terms(self) -> Terms:
+        return self.group.terms
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
@@ -95,6 +100,7 @@ class RequestGroup:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    terms: Terms = field(default_factory=Terms)
     choices: list[Request] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
