@@ -39,6 +39,12 @@ class Allowed:
 
     sources: tuple[str, ...] | None = None  # None: all, (): plain decoding
     num_draft_tokens: int | None = None  # most per step; None: as many as pay
+    forbidden: frozenset[str] = frozenset()  # none of these, whatever `sources` says
+
+    def allows(self, source_name: str) -> bool:
+        if self.sources is not None and source_name not in self.sources:
+            return False
+        return source_name not in self.forbidden
 
 
 EVERYTHING = Allowed()
