@@ -5,7 +5,6 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,28 +17,15 @@ from outrider.engine.engine import Engine, check_sizes
 from outrider.engine.verification import make_verifier
 from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
 from outrider.policy.planner import Policy
+from outrider.prompts import Conversation, Prompt, PromptReader, Submission, is_conversation
 from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
 from outrider.threads import check_num_threads
 
-Prompt: TypeAlias = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
-Message: TypeAlias = Mapping[str, Any]  # {"role": …, "content": …}
-Conversation: TypeAlias = Sequence[Message]
 ParamsLike: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 KV_SHARE = 0.25  # of the free memory that KV may take unless told otherwise
-PROMPT_KEYS = {"prompt", "prompt_token_ids"}
-
-
-@dataclass(slots=True)
-class _Submission:
-    """One prompt, checked and tokenised."""
-
-    token_ids: Sequence[int]
-    params: SamplingParams
-    text: str | None = None
-    prediction: list[int] | None = None
 
 
 class LLM:
@@ -133,6 +119,7 @@ class LLM:
             planner=policy,
             seed=seed,
         )
+        self.prompts = PromptReader(self.tokenizer)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[StreamChunk]] = {}
 
@@ -161,7 +148,7 @@ class LLM:
         is_one = isinstance(prompts, str | Mapping)
         listed = [prompts] if is_one else _as_list(prompts, "prompts")
         params = _params_for(len(listed), sampling_params)
-        submissions = [self._read_prompt(*pair) for pair in zip(listed, params, strict=True)]
+        submissions = [self.prompts.read_prompt(*pair) for pair in zip(listed, params, strict=True)]
         return self._run(submissions, use_tqdm)
 
     def chat(
@@ -179,11 +166,11 @@ class LLM:
             PromptError: the model has no chat template, or the template refuses a conversation.
         """
         listed = _as_list(messages, "messages")
-        conversations: list[Any] = [listed] if _is_conversation(listed) else listed
+        conversations: list[Any] = [listed] if is_conversation(listed) else listed
         params = _params_for(len(conversations), sampling_params)
         variables = {"tools": tools, **(chat_template_kwargs or {})}
         submissions = [
-            self._read_conversation(*pair, variables)
+            self.prompts.read_conversation(*pair, variables)
             for pair in zip(conversations, params, strict=True)
         ]
         return self._run(submissions, use_tqdm)
@@ -197,13 +184,13 @@ class LLM:
         """
         params = _params_for(1, sampling_params)[0]
         if isinstance(prompt, str | Mapping):
-            submission = self._read_prompt(prompt, params)
+            submission = self.prompts.read_prompt(prompt, params)
         else:
-            submission = self._read_conversation(_as_list(prompt, "a prompt"), params, {})
+            submission = self.prompts.read_conversation(_as_list(prompt, "a prompt"), params, {})
         self.engine.check(submission.token_ids, params)
         return self._stream(submission)
 
-    def _stream(self, submission: _Submission) -> Generator[StreamChunk, None, None]:
+    def _stream(self, submission: Submission) -> Generator[StreamChunk, None, None]:
         with self._submitted([submission]) as (request_id,):
             mailbox = self._mailboxes[request_id]
             while True:
@@ -214,7 +201,7 @@ class LLM:
                 if chunk.result is not None:
                     return
 
-    def _run(self, submissions: Sequence[_Submission], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, submissions: Sequence[Submission], use_tqdm: bool) -> list[RequestOutput]:
         for submission in submissions:
             self.engine.check(submission.token_ids, submission.params)
         results: dict[str, RequestOutput] = {}
@@ -234,7 +221,7 @@ class LLM:
         return [results[request_id] for request_id in request_ids]
 
     @contextmanager
-    def _submitted(self, submissions: Sequence[_Submission]) -> Iterator[list[str]]:
+    def _submitted(self, submissions: Sequence[Submission]) -> Iterator[list[str]]:
         """Requests under way; whatever happens inside, none of them outlives the block."""
         request_ids = [str(next(self._ids)) for _ in submissions]
         try:
@@ -275,68 +262,11 @@ class LLM:
                 if mailbox is not None:  # None: an aborted request nobody listens to
                     mailbox.append(chunk)
 
-    def _read_prompt(self, prompt: Any, params: SamplingParams) -> _Submission:
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        if not isinstance(prompt, Mapping):
-            raise PromptError(
-                f'a prompt must be text, {{"prompt": text}} or {{"prompt_token_ids": ids}}, '
-                f"got {shown(prompt)}"
-            )
-        given = PROMPT_KEYS & prompt.keys()
-        if not given or prompt.keys() - PROMPT_KEYS:
-            raise PromptError(
-                f'a prompt needs "prompt" or "prompt_token_ids" and nothing else, '
-                f"got the keys {shown(list(prompt))}"
-            )
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if ids is None:
-            ids = self._encode(text, "the prompt", True)
-        elif text is not None and not isinstance(text, str):
-            raise PromptError(f"the prompt must be text, got {shown(text)}")
-        return _Submission(ids, params, text, self._prediction(params))
-
-    def _read_conversation(
-        self, messages: Any, params: SamplingParams, variables: Mapping[str, Any]
-    ) -> _Submission:
-        if self.tokenizer is None:
-            raise PromptError("a conversation needs a tokenizer, this LLM was made without one")
-        if not _is_conversation(messages):
-            raise PromptError(
-                f'a conversation must be a list of {{"role": …, "content": …}}, '
-                f"got {shown(messages)}"
-            )
-        text = self.tokenizer.chat([dict(message) for message in messages], **variables)
-        ids = self._encode(text, "the conversation", False)
-        return _Submission(ids, params, text, self._prediction(params))
-
-    def _prediction(self, params: SamplingParams) -> list[int] | None:
-        if params.prediction is None:
-            return None
-        if isinstance(params.prediction, str):
-            return self._encode(params.prediction, "the prediction", False)
-        return list(params.prediction)
-
-    def _encode(self, text: Any, what: str, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise PromptError(f"{what} must be text, got {shown(text)}")
-        if self.tokenizer is None:
-            raise PromptError(f"{what} is text, and this LLM was made without a tokenizer")
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
 
 def _as_list(values: Any, name: str) -> list[Any]:
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise PromptError(f"{name} must be a list, got {shown(values)}")
     return list(values)
-
-
-def _is_conversation(messages: Any) -> bool:
-    return (
-        isinstance(messages, Sequence)
-        and len(messages) > 0
-        and all(isinstance(message, Mapping) for message in messages)
-    )
 
 
 def _params_for(count: int, params: ParamsLike) -> list[SamplingParams]:
