@@ -23,6 +23,7 @@ from common import alternate, provenance, seconds
 from outrider.bench.timing import spread
 from outrider.drafters import Drafter, DrafterConfig, make_drafter
 from outrider.drafters.native import NativeStack, why_not_native
+from outrider.drafters.native_block import NativeBlocks, native_blocks
 from outrider.drafters.native_heads import MarkovChains, MedusaHeads, input_projection
 from outrider.drafters.stack import Stack, TorchStack
 from outrider.target.base import ForwardBatch, Target
@@ -104,6 +105,10 @@ class Drafting:
         self.chains = None
         if algorithm == "dspark" and self.drafter.markov_head is not None:
             self.chains = MarkovChains(self.drafter.markov_head, self.drafter.d2t, target.dtype)
+        self.blocks: NativeBlocks | None = None
+        if algorithm in ("dflash", "dspark"):
+            self.drafter.projection = self.project
+            self.blocks = native_blocks(self.drafter, self.stack, self.chains)
         self.count = num_requests
         self.algorithm = algorithm
         self.features = torch.randn(NEW * num_requests, config.feature_size)
@@ -128,6 +133,15 @@ class Drafting:
     def _block(self, num_tokens: int) -> None:
         assert self.project is not None
         size = self.drafter.block_size  # blocks are whole
+        if self.blocks is not None:
+            counts = {"held": CONTEXT - NEW, "lengths": CONTEXT + 1}
+            counts |= {"budgets": num_tokens, "last": 100}
+            told = {name: [count] * self.count for name, count in counts.items()}
+            has_chains = self.chains is not None
+            said = self.blocks.draft(told, self.new.page_tables, self.features, has_chains)
+            if not has_chains:
+                said.logits.argmax(1)
+            return
         self.stack.store_context(self.new, self.project(self.features))
         batch = batch_of([size] * self.count, [CONTEXT] * self.count, two_way=True)
         rows = np.arange(self.count)[:, None] * size + self.drafter.first_slot

@@ -3,6 +3,7 @@
 Shape legend: T rows, R rows whose states are wanted, H hidden, U vocabulary of the drafter.
 """
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,8 +54,8 @@ class NativeStack:
             raise ModelError(f"drafter {drafter.config.algorithm}: {reason}")
         config, layers = drafter.config, _layers(drafter)
         self._has_side = len(layers) > 0 and hasattr(layers[0], "hidden_norm")
-        self._num_positions = config.max_position + config.num_draft_tokens
-        rotation = drafter.rotary(torch.arange(self._num_positions))  # [2, positions, 1, D / 2]
+        self.num_positions = config.max_position + config.num_draft_tokens
+        rotation = drafter.rotary(torch.arange(self.num_positions))  # [2, positions, 1, D / 2]
         shape = Shape(
             layers=len(layers),
             hidden=config.hidden_size,
@@ -96,22 +97,31 @@ class NativeStack:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._has_side == (side is not None)
         count = len(batch.logits_rows)
+        states, logits = self.room(count)
+        x = None if x is None else self._rows(batch, x)
+        side = None if side is None else self._rows(batch, side)
+        packed, _arrays = native_batch(batch, x=x, side=side, states=states, logits=logits)
+        self._model.forward(packed)
+        return states[:count], logits[:count]
+
+    def room(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where states [.., H] and logits [.., U] of so many rows go; taken again by each call."""
         if len(self._states) < count:
             room = max(count, 2 * len(self._states))
             self._states = torch.empty(room, self._states.shape[1])
             self._logits = torch.empty(room, self._logits.shape[1])
-        x = None if x is None else self._rows(batch, x)
-        side = None if side is None else self._rows(batch, side)
-        packed, _arrays = native_batch(
-            batch, x=x, side=side, states=self._states, logits=self._logits
-        )
-        self._model.forward(packed)
-        return self._states[:count], self._logits[:count]
+        return self._states, self._logits
+
+    @property
+    def address(self) -> ctypes.c_void_p:
+        """Of the layers, for compiled code that runs them itself."""
+        assert self._model.address is not None
+        return self._model.address
 
     def _rows(self, batch: ForwardBatch, rows: torch.Tensor) -> torch.Tensor:
         """Rows [T, H] as the kernels read them."""
         assert rows.shape == (batch.num_rows, self._states.shape[1]), rows.shape
-        assert batch.positions.max(initial=0) < self._num_positions, self._num_positions
+        assert batch.positions.max(initial=0) < self.num_positions, self.num_positions
         return rows.detach().float().contiguous()
 
 

@@ -20,12 +20,12 @@ from outrider.drafters.medusa import Medusa
 from outrider.native import library, pointer
 from outrider.target.native_model import TILE
 
-MOST_PARTS = 2  # kParts of native/fuse.cpp
+MOST_PARTS = 2  # kParts of native/heads.h
 
 _P = ctypes.c_void_p
 
 
-class _FuseJob(ctypes.Structure):  # FuseJob of native/fuse.cpp
+class FuseJob(ctypes.Structure):  # of native/heads.h
     _fields_ = (
         *((name, ctypes.c_int) for name in ("rows", "parts", "outputs", "is_bf16")),
         ("epsilon", ctypes.c_float),
@@ -36,7 +36,7 @@ class _FuseJob(ctypes.Structure):  # FuseJob of native/fuse.cpp
     )
 
 
-class _MarkovJob(ctypes.Structure):  # MarkovJob of native/markov.cpp
+class MarkovJob(ctypes.Structure):  # of native/heads.h
     _fields_ = (
         *((name, ctypes.c_int) for name in ("chains", "columns", "rank", "is_bf16")),
         *(
@@ -77,10 +77,11 @@ class PackedLinear:
         is_odd = any(w % TILE for w in self._widths) or (last_norm is not None and outputs % TILE)
         self._lib = None if is_odd or weight.device.type != "cpu" else library()
         self._weight = weight.detach().to(dtype)
+        self.job: FuseJob | None = None  # what a call is made of, without its rows
         if self._lib is None:
             return
         self._weight = _packed(self._lib, self._weight)
-        self._job = _FuseJob(
+        self.job = FuseJob(
             parts=len(norms),
             outputs=outputs,
             is_bf16=dtype == torch.bfloat16,
@@ -95,14 +96,14 @@ class PackedLinear:
     def __call__(self, *parts: torch.Tensor) -> torch.Tensor:
         """Rows [R, width] of each input to float32 [R, O]."""
         assert [part.shape[1] for part in parts] == self._widths, self._widths
-        if self._lib is None:
+        if self._lib is None or self.job is None:
             return self._in_torch(parts)
         rows = [part.detach().float().contiguous() for part in parts]
-        out = torch.empty(len(rows[0]), self._job.outputs)
-        self._job.rows = len(out)
-        self._job.x = tuple(part.data_ptr() for part in rows)
-        self._job.out = out.data_ptr()
-        self._lib.outrider_fuse(ctypes.byref(self._job))
+        out = torch.empty(len(rows[0]), self.job.outputs)
+        self.job.rows = len(out)
+        self.job.x = tuple(part.data_ptr() for part in rows)
+        self.job.out = out.data_ptr()
+        self._lib.outrider_fuse(ctypes.byref(self.job))
         return out
 
     def _in_torch(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -172,18 +173,18 @@ class Confidence:
         assert head is not None
         weight, hidden = head.proj.weight, drafter.config.hidden_size
         of_state, of_token = weight[:, :hidden], weight[0, hidden:]
-        self._state = PackedLinear(
+        self.of_state = PackedLinear(
             of_state, dtype, (norm.weight,), head.proj.bias, epsilon=norm.epsilon
         )
-        self._token: np.ndarray | None = None  # float32 [V]
+        self.of_token: np.ndarray | None = None  # float32 [V]
         if len(of_token) and drafter.markov_head is not None:
             words = drafter.markov_head.markov_w1.weight
-            self._token = (words.float() @ of_token.float()).detach().cpu().numpy()
+            self.of_token = (words.float() @ of_token.float()).detach().cpu().numpy()
 
     def __call__(self, states: torch.Tensor, before: np.ndarray) -> list[float]:
         """Logits of acceptance, from states before the last norm [R, H] and ids before [R]."""
-        logits = self._state(states)[:, 0].numpy()
-        return (logits if self._token is None else logits + self._token[before]).tolist()
+        logits = self.of_state(states)[:, 0].numpy()
+        return (logits if self.of_token is None else logits + self.of_token[before]).tolist()
 
 
 class MarkovChains:
@@ -203,8 +204,18 @@ class MarkovChains:
         self._w1, self._w2 = (F.pad(w.detach().to(dtype), padding) for w in (w1, w2))
         self._rank, self._columns = self._w1.shape[1], len(w2)
         self._ids = d2t.cpu().numpy().astype(np.int32)
-        if self._lib is not None:
-            self._w2 = _packed(self._lib, self._w2)
+        self.job: MarkovJob | None = None  # what a call is made of, without its rows
+        if self._lib is None:
+            return
+        self._w2 = _packed(self._lib, self._w2)
+        self.job = MarkovJob(
+            columns=self._columns,
+            rank=self._rank,
+            is_bf16=dtype == torch.bfloat16,
+            ids=pointer(self._ids),
+            w1=pointer(self._w1),
+            w2=pointer(self._w2),
+        )
 
     def greedy(
         self, logits: torch.Tensor, counts: Sequence[int], anchors: np.ndarray
@@ -225,8 +236,8 @@ class MarkovChains:
         if self._lib is None:
             self._greedy_in_torch(logits, starts, anchors, tokens, probs)
         else:
-            job, _arrays = self._job(logits, starts, anchors, tokens=tokens, probs=probs)
-            self._lib.outrider_markov_choose(ctypes.byref(job))
+            job, _arrays = self._set(logits, starts, anchors, tokens=tokens, probs=probs)
+            self._lib.outrider_markov_choose(job)
         return tokens, probs
 
     def add_bias(self, logits: torch.Tensor, before: np.ndarray) -> None:
@@ -235,31 +246,23 @@ class MarkovChains:
             logits += self._bias(before)
             return
         starts = np.arange(len(logits) + 1, dtype=np.int32)
-        job, _arrays = self._job(logits, starts, before)
-        self._lib.outrider_markov_add(ctypes.byref(job))
+        job, _arrays = self._set(logits, starts, before)
+        self._lib.outrider_markov_add(job)
 
-    def _job(
+    def _set(
         self, logits: torch.Tensor, starts: np.ndarray, before: np.ndarray, **out: np.ndarray
-    ) -> tuple[_MarkovJob, list[Any]]:
-        """The call, and what it points into."""
+    ) -> tuple[Any, list[Any]]:
+        """The job of a call, and what it points into."""
         assert logits.is_contiguous() and logits.dtype == torch.float32, logits.dtype
         assert logits.shape[1] == self._columns and len(before) == len(starts) - 1
         before = np.ascontiguousarray(before, np.int32)
         assert before.min() >= 0 and before.max() < len(self._w1), before
-        job = _MarkovJob(
-            chains=len(before),
-            columns=self._columns,
-            rank=self._rank,
-            is_bf16=self._w1.dtype == torch.bfloat16,
-            starts=pointer(starts),
-            before=pointer(before),
-            ids=pointer(self._ids),
-            w1=pointer(self._w1),
-            w2=pointer(self._w2),
-            logits=pointer(logits),
-            **{name: pointer(array) for name, array in out.items()},
-        )
-        return job, [logits, starts, before, *out.values()]
+        assert self.job is not None
+        self.job.chains = len(before)
+        arrays = {"starts": starts, "before": before, "logits": logits, **out}
+        for name, array in arrays.items():
+            setattr(self.job, name, pointer(array))
+        return ctypes.byref(self.job), list(arrays.values())
 
     def _greedy_in_torch(
         self,

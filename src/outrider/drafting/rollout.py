@@ -19,6 +19,7 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.masked import Masked
 from outrider.drafters.medusa import Medusa
 from outrider.drafters.mtp import MTP
+from outrider.drafters.native_block import NativeBlocks, Said, native_blocks
 from outrider.drafters.native_heads import Confidence, MarkovChains, MedusaHeads
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
@@ -73,6 +74,10 @@ class BlockRollout(Rollout[Block]):
     Blocks are whole whatever the budget, as in training; what is beyond it is not looked at.
     """
 
+    def __init__(self, drafter: Block, stack: Stack, chooser: Chooser) -> None:
+        super().__init__(drafter, stack, chooser)
+        self._blocks = native_blocks(drafter, stack)
+
     def num_slots(self, budget: int) -> int:
         return self.drafter.block_size
 
@@ -86,16 +91,30 @@ class BlockRollout(Rollout[Block]):
         self.stack.store_context(batch, self.drafter.fuse(features))
 
     def draft(self, seats: Sequence[Seat]) -> None:
+        budgets = [seat.budget for seat in seats]
+        if self._blocks is not None:
+            said = self._run_blocks(self._blocks, seats, choose=False)
+            self._say(seats, budgets, said.states, said.logits)
+            return
         self._store(seats, [self._left(seat) for seat in seats], self._all_features(seats))
         size, first = self.drafter.block_size, self.drafter.first_slot
         starts = [len(seat.context.token_ids) - 1 for seat in seats]
-        budgets = [seat.budget for seat in seats]
         wanted = rows_of([i * size + first for i in range(len(seats))], budgets)
         assert self.drafter.config.mask_token_id is not None
         ids = np.full(size * len(seats), self.drafter.config.mask_token_id, np.int32)
         ids[::size] = [seat.context.token_ids[-1] for seat in seats]
         batch = ragged(seats, starts, [size] * len(seats), wanted, two_way=True, token_ids=ids)
         self._say(seats, budgets, *self.stack.run(batch, None))
+
+    def _run_blocks(self, blocks: NativeBlocks, seats: Sequence[Seat], choose: bool) -> Said:
+        per_request = {
+            "held": [seat.num_held for seat in seats],
+            "lengths": [len(seat.context.token_ids) for seat in seats],
+            "budgets": [seat.budget for seat in seats],
+            "last": [_last_token(seat) for seat in seats],
+        }
+        pages = [seat.page_table for seat in seats]
+        return blocks.draft(per_request, pages, self._all_features(seats), choose)
 
     def _say(
         self,
@@ -117,6 +136,17 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         if head is not None and head.kind == "vanilla":
             self._chains = MarkovChains(head, drafter.d2t, self._dtype)
         self._confidence = Confidence(drafter, self._dtype) if drafter.confidence_head else None
+        self._blocks = native_blocks(drafter, stack, self._chains, self._confidence)
+
+    def draft(self, seats: Sequence[Seat]) -> None:
+        if self._blocks is None or self._chains is None or not self.chooser.are_plain(seats):
+            super().draft(seats)
+            return
+        said = self._run_blocks(self._blocks, seats, choose=True)
+        budgets = [seat.budget for seat in seats]
+        self.chooser.take(seats, budgets, said.tokens, said.probs)
+        if self._confidence is not None:
+            self._be_sure(seats, budgets, said.chances.tolist())
 
     def _say(
         self,
@@ -127,7 +157,7 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
     ) -> None:
         if self.drafter.markov_head is None:
             super()._say(seats, budgets, states, logits)
-        elif self._chains is not None and self.chooser.are_plain(seats):
+        elif self._chains is not None and self.chooser.are_plain(seats):  # without the one call
             anchors = np.array([_last_token(seat) for seat in seats], np.int32)
             self.chooser.take(seats, budgets, *self._chains.greedy(logits, budgets, anchors))
         else:
@@ -135,9 +165,13 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         if self._confidence is not None:
             text = [int(seat.context.token_ids[-1]) for seat in seats]
             before = [[last, *seat.tokens[:-1]] for last, seat in zip(text, seats, strict=True)]
-            chances = self._confidence(states, np.concatenate(before))
-            for seat, budget in zip(seats, budgets, strict=True):
-                seat.chances, chances = chances[:budget], chances[budget:]
+            self._be_sure(seats, budgets, self._confidence(states, np.concatenate(before)))
+
+    @staticmethod
+    def _be_sure(seats: Sequence[Seat], budgets: list[int], chances: list[float]) -> None:
+        """Take what the confidence head says, logits [R], for the chances of the tokens."""
+        for seat, budget in zip(seats, budgets, strict=True):
+            seat.chances, chances = chances[:budget], chances[budget:]
 
     def _one_by_one(
         self,

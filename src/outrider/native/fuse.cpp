@@ -1,31 +1,12 @@
 // How the input of a drafter's layers is made: rows of features, embeddings or states, each normed
 // or not, side by side, times one matrix. One call, where torch needs five or six.
+#include "heads.h"
 #include "norm.h"
 #include "pool.h"
 #include "shares.h"
 
 namespace outrider {
 namespace {
-
-constexpr int kParts = 2;
-
-struct FuseJob {  // mirrored in outrider/drafters/native_heads.py; null pointers: not there
-    int rows, parts, outputs, is_bf16;
-    float epsilon;
-    int widths[kParts];          // multiples of 16
-    const float *x[kParts];      // [rows][width]
-    const float *norms[kParts];  // [width]
-    const void *weights;         // packed, inputs = all widths
-    const float *bias;           // [outputs]
-    const float *last_norm;      // [outputs], of the results
-    float *out;                  // [rows][outputs]
-
-    int inputs() const {
-        int sum = 0;
-        for (int p = 0; p < parts; p++) sum += widths[p];
-        return sum;
-    }
-};
 
 template <class E>
 void join(const FuseJob &job, int row, E *to) {

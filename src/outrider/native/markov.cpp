@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "heads.h"
 #include "multiply.h"
 #include "pool.h"
 #include "shares.h"
@@ -12,17 +13,6 @@ namespace outrider {
 namespace {
 
 const float kNever = -std::numeric_limits<float>::infinity();
-
-struct MarkovJob {  // mirrored in outrider/drafters/native_heads.py
-    int chains, columns, rank, is_bf16;
-    const int *starts;    // [chains + 1], rows of each chain's slots
-    const int *before;    // [chains], the token before the first slot
-    const int *ids;       // [columns], the token of each column
-    const void *w1, *w2;  // [tokens][rank]; packed, `columns` outputs
-    float *logits;        // [rows][columns]
-    int *tokens;          // [rows], chosen
-    float *probs;         // [rows], of the chosen ones
-};
 
 // What each chunk of the columns adds to the softmax of a row, sixteen chunks side by side.
 struct Parts {

@@ -153,7 +153,7 @@ class NativeModel:
             },
         )
         self.weight_bytes = self._weights.num_bytes  # read once by every forward
-        self._model = _P(self._lib.outrider_model_new(ctypes.byref(spec)))
+        self.address = _P(self._lib.outrider_model_new(ctypes.byref(spec)))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -161,26 +161,26 @@ class NativeModel:
         return 2 * shape.layers * shape.kv_heads * shape.head_dim * self.dtype.itemsize
 
     def allocate_kv(self, num_pages: int) -> None:
-        self._lib.outrider_model_allocate_kv(self._model, num_pages)
+        self._lib.outrider_model_allocate_kv(self.address, num_pages)
 
     def forward(self, batch: NativeBatch) -> None:
-        self._lib.outrider_model_forward(self._model, ctypes.byref(batch))
+        self._lib.outrider_model_forward(self.address, ctypes.byref(batch))
 
     def store_context(self, batch: NativeBatch) -> None:
         """Keys and values that each layer makes of the given rows as they are."""
-        self._lib.outrider_model_store_context(self._model, ctypes.byref(batch))
+        self._lib.outrider_model_store_context(self.address, ctypes.byref(batch))
 
     def move_kv(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         sources = np.ascontiguousarray(sources, dtype=np.int32)
         destinations = np.ascontiguousarray(destinations, dtype=np.int32)
         self._lib.outrider_model_move_kv(
-            self._model, pointer(sources), pointer(destinations), len(sources)
+            self.address, pointer(sources), pointer(destinations), len(sources)
         )
 
     def __del__(self) -> None:
-        if getattr(self, "_model", None):
-            self._lib.outrider_model_free(self._model)
-            self._model = None
+        if getattr(self, "address", None):
+            self._lib.outrider_model_free(self.address)
+            self.address = None
 
     def _fill(self, spec: _LayerSpec, layer: Layer) -> None:
         """The layer as the C++ side sees it."""
