@@ -13,8 +13,10 @@ from outrider.target.kv import KVArena
 
 def make_request(name: str, num_tokens: int) -> Request:
     params = SamplingParams(max_tokens=100)
-    tokens = TokenBuffer(list(range(num_tokens)))
-    group = RequestGroup(name, None, list(range(num_tokens)), params)
+    first = int.from_bytes(name.encode()[:2]) << 8  # another text for every name
+    ids = list(range(first, first + num_tokens))
+    tokens = TokenBuffer(ids)
+    group = RequestGroup(name, None, ids, params)
     context = DraftContext(name, tokens.view(), num_tokens, params)
     output = OutputBuilder(params, 100)
     request = Request(name, 0, group, tokens, num_tokens, 100, 0, output, context)

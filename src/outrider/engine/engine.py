@@ -1,7 +1,8 @@
 """The engine: one step takes every running request a little further."""
 
 import random
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from outrider.checks import INT32_MAX, integer
 from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.batch import pack
+from outrider.engine.features import SlotFeatures, slots_of
 from outrider.engine.intake import Intake
 from outrider.engine.output import TokenizerLike
 from outrider.engine.request import Request, RequestGroup, Status
@@ -32,6 +34,8 @@ from outrider.target.kv import KVArena, pages_for
 from outrider.terms import Terms
 
 DRAFT_ROWS = 8  # rows per decoding request that prompts leave free: one row tile of a linear
+PROMPT_SLOWDOWN = 2.0  # how much longer prompts may make a step in which others decode …
+PROMPT_ROWS = 16  # … unless they would not get even so many rows
 MAX_ROWS = 1 << 20  # of one forward: the cost of each number of rows is kept
 TARGET = "target"  # source of the tokens nobody drafted
 
@@ -66,6 +70,8 @@ class Engine:
         max_model_len: int | None = None,
         planner: Policy | None = None,
         seed: int | None = None,
+        reuse_prefixes: bool = True,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
         num_pages = pages_for(kv_cache_tokens)
@@ -81,13 +87,26 @@ class Engine:
             sources, self.planner, target, self.arena, self.verifier.is_biased
         )
         self.scheduler = Scheduler(
-            self.arena, max_num_seqs, max_num_batched_tokens, DRAFT_ROWS if sources else 0
+            self.arena,
+            max_num_seqs,
+            max_num_batched_tokens,
+            DRAFT_ROWS if sources else 0,
+            prompt_rows=self._prompt_rows,
+            clock=clock,
+            reuse_prefixes=reuse_prefixes,
         )
         self.metrics = SpeculativeMetrics()  # over all requests
         self.times = StepTimes()
+        self._clock = clock
         self._intake = Intake(
-            target.vocab_size, self.max_model_len, tuple(eos_token_ids), tokenizer, bool(sources)
+            target.vocab_size,
+            self.max_model_len,
+            tuple(eos_token_ids),
+            tokenizer,
+            bool(sources),
+            clock,
         )
+        self._slot_features = SlotFeatures(num_pages, target.dtype)
         self._random = random.Random(seed)
         self._groups: dict[str, RequestGroup] = {}
         self._chunks: list[StreamChunk] = []
@@ -187,7 +206,7 @@ class Engine:
             raise
 
     def check_integrity(self) -> None:
-        """Assert that every KV page has one owner, and every owner is a running request."""
+        """Assert that KV pages are held as counted, and every owner is a running request."""
         self.arena.check_integrity()
         running = {request.request_id for request in self.scheduler.running}
         assert set(self.arena.owners) == running, (self.arena.owners, running)
@@ -200,6 +219,7 @@ class Engine:
         each_and_then_raise(
             partial(self._release, request.request_id) for request in [*lost, *schedule.preempted]
         )
+        self._hand_on_features(schedule.adopted)
         self.times.lap("schedule")
         return schedule
 
@@ -241,6 +261,7 @@ class Engine:
             self.arena.commit(work.request.request_id, work.num_rows)
         for proposal, new in zip(proposals, verified.found, strict=True):
             self.arena.commit(proposal.work.request.request_id, len(new.accepted))
+        self.scheduler.committed(schedule)
         if verified.features is not None:
             self._keep_features(schedule, proposals, verified)
         for proposal, new in zip(proposals, verified.found, strict=True):
@@ -283,6 +304,26 @@ class Engine:
         parts = verified.features.index_select(0, index).split(counts)
         for work, part in zip(schedule.works, parts, strict=True):
             self.speculation.keep_features(work.request.request_id, part)
+        if self.scheduler.reuse_prefixes:
+            slots = [
+                slots_of(self.arena.page_table(work.request.request_id), first, first + count)
+                for work, count in zip(schedule.works, counts, strict=True)
+                for first in [work.context_len]
+            ]
+            self._slot_features.keep(np.concatenate(slots), torch.cat(parts))
+
+    def _hand_on_features(self, adopted: Sequence[Request]) -> None:
+        """Sources want the features of every token, of those too that no forward runs over."""
+        for request in adopted if self.speculation.layer_ids else ():
+            pages = self.arena.page_table(request.request_id)
+            slots = slots_of(pages, 0, self.arena.num_committed(request.request_id))
+            self.speculation.keep_features(request.request_id, self._slot_features.of(slots))
+
+    def _prompt_rows(self, decoding: int) -> int:
+        """Rows of prompts beside so many decoding requests, by what a step may take."""
+        curve = self.cost.curve()
+        rows = bisect_right(curve, PROMPT_SLOWDOWN * curve[min(decoding, len(curve) - 1)]) - 1
+        return max(PROMPT_ROWS, rows - decoding)
 
     def _append(self, proposal: Proposal, new: NewTokens) -> None:
         """Add the new tokens of one choice up to the end of its output."""
@@ -302,7 +343,7 @@ class Engine:
         if metrics.speculative_decoding is not None:
             record(metrics.speculative_decoding, outcome)
         if metrics.first_token_time is None:
-            metrics.first_token_time = perf_counter()
+            metrics.first_token_time = self._clock()
         if request.output.finish_reason is None:
             self.arena.rollback(request.request_id)
         else:
@@ -351,7 +392,7 @@ class Engine:
             logprobs=logprobs,
         )
         if output.finish_reason is not None and group.finished:
-            group.metrics.finished_time = perf_counter()
+            group.metrics.finished_time = self._clock()
             chunk.result = group.result()
             del self._groups[group.request_id]
         self._chunks.append(chunk)

@@ -1,6 +1,6 @@
 """Checks what is submitted and makes requests of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -27,6 +27,7 @@ class Intake:
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerLike | None
     is_speculative: bool
+    clock: Callable[[], float] = perf_counter
 
     def admit(
         self,
@@ -46,7 +47,7 @@ class Intake:
         """
         ids = self.check(prompt_token_ids, params)
         group = RequestGroup(request_id, prompt, ids.tolist(), params, terms)
-        group.metrics.arrival_time = perf_counter()
+        group.metrics.arrival_time = self.clock()
         if self.is_speculative:
             group.metrics.speculative_decoding = SpeculativeMetrics()
         predicted = None if prediction is None else read_only(np.array(prediction, np.int32))

@@ -10,6 +10,7 @@ from outrider.drafting.source import DraftContext
 from outrider.engine.output import OutputBuilder
 from outrider.results import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.sampling_params import SamplingParams
+from outrider.target.prefixes import PageKeys
 from outrider.terms import Terms
 
 
@@ -68,6 +69,11 @@ class Request:
     output: OutputBuilder
     context: DraftContext
     status: Status = Status.WAITING
+    order: int = 0  # place in the order of arrival, given by the scheduler
+    page_keys: PageKeys = field(init=False)  # by which others find its KV
+
+    def __post_init__(self) -> None:
+        self.page_keys = PageKeys(self.owner)
 
     @property
     def params(self) -> SamplingParams:
@@ -76,6 +82,24 @@ class Request:
     @property
     def terms(self) -> Terms:
         return self.group.terms
+
+    @property
+    def owner(self) -> str:
+        return self.group.params.owner
+
+    @property
+    def arrival(self) -> float:
+        """On the clock of the scheduler, in seconds."""
+        return self.group.metrics.arrival_time
+
+    @property
+    def has_deadline(self) -> bool:
+        return self.group.terms.deadline is not None
+
+    @property
+    def due(self) -> float:
+        """When its last token is wanted; infinity without a deadline."""
+        return self.group.terms.due(self.arrival)
 
     @property
     def num_output_tokens(self) -> int:
