@@ -23,7 +23,13 @@ from common import alternate, provenance, seconds
 from outrider.bench.timing import spread
 from outrider.drafters import Drafter, DrafterConfig, make_drafter
 from outrider.drafters.native import NativeStack, why_not_native
-from outrider.drafters.native_block import NativeBlocks, native_blocks
+from outrider.drafters.native_draft import (
+    Asked,
+    NativeBlocks,
+    NativeMasks,
+    native_blocks,
+    native_masks,
+)
 from outrider.drafters.native_heads import MarkovChains, MedusaHeads, input_projection
 from outrider.drafters.stack import Stack, TorchStack
 from outrider.target.base import ForwardBatch, Target
@@ -32,8 +38,8 @@ from outrider.target.load import load_target
 CONTEXT, NEW, MOST = 512, 3, 7
 PAGES = 40  # of one request
 SHAPES: dict[str, dict[str, Any]] = {
-    "eagle3": {"num_layers": 1},
-    "peagle": {"num_layers": 2},
+    "eagle3": {"num_layers": 1, "target_layer_ids": (1, 14, 27)},
+    "peagle": {"num_layers": 2, "target_layer_ids": (1, 14, 27)},
     "dflash": {"num_layers": 2, "qk_norm": True},
     "dspark": {"num_layers": 2, "qk_norm": True, "markov_rank": 48},
     "mtp": {"num_layers": 1, "target_layer_ids": (29,)},
@@ -105,10 +111,13 @@ class Drafting:
         self.chains = None
         if algorithm == "dspark" and self.drafter.markov_head is not None:
             self.chains = MarkovChains(self.drafter.markov_head, self.drafter.d2t, target.dtype)
+        self.drafter.projection = self.project
         self.blocks: NativeBlocks | None = None
+        self.masks: NativeMasks | None = None
         if algorithm in ("dflash", "dspark"):
-            self.drafter.projection = self.project
             self.blocks = native_blocks(self.drafter, self.stack, self.chains)
+        elif algorithm in ("peagle", "pard"):
+            self.masks = native_masks(self.drafter, self.stack)
         self.count = num_requests
         self.algorithm = algorithm
         self.features = torch.randn(NEW * num_requests, config.feature_size)
@@ -134,11 +143,8 @@ class Drafting:
         assert self.project is not None
         size = self.drafter.block_size  # blocks are whole
         if self.blocks is not None:
-            counts = {"held": CONTEXT - NEW, "lengths": CONTEXT + 1}
-            counts |= {"budgets": num_tokens, "last": 100}
-            told = {name: [count] * self.count for name, count in counts.items()}
             has_chains = self.chains is not None
-            said = self.blocks.draft(told, self.new.page_tables, self.features, has_chains)
+            said = self.blocks.draft(self._asked(num_tokens), has_chains)
             if not has_chains:
                 said.logits.argmax(1)
             return
@@ -153,7 +159,20 @@ class Drafting:
             anchors = np.full(self.count, 100, np.int32)
             self.chains.greedy(logits, [num_tokens] * self.count, anchors)
 
+    def _asked(self, num_tokens: int) -> Asked:
+        length = CONTEXT + (0 if self.algorithm == "pard" else 1)
+        return Asked(
+            held=[CONTEXT - NEW] * self.count,
+            texts=[np.full(length, 100, np.int32)] * self.count,
+            budgets=[num_tokens] * self.count,
+            page_tables=list(self.new.page_tables),
+            features=self.features,
+        )
+
     def _masks(self, num_tokens: int) -> None:
+        if self.masks is not None:
+            self.masks.draft(self._asked(num_tokens)).logits.argmax(1)
+            return
         size = NEW + num_tokens - 1
         batch = batch_of([size] * self.count, [CONTEXT - NEW] * self.count)
         rows = np.arange(self.count)[:, None] * size + NEW - 1

@@ -106,6 +106,17 @@ def test_drafts_are_what_the_drafter_guesses_in_training(
     assert talk.source._arena.owners == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_being_asked_twice_for_one_text_is_no_fault(kind: str) -> None:
+    talk = Conversation(toy_drafter(kind, V))  # after a step that failed elsewhere
+    talk.grow("a", 9)
+    first = talk.propose({"a": 3})[0]
+    again = talk.propose({"a": 3})[0]
+    assert again.token_ids in ([], first.token_ids)
+    talk.grow("a", 2)
+    check(talk, ["a"], talk.propose({"a": 4}))
+
+
 def test_temperatures_calibrate_confidence() -> None:
     drafter = toy_drafter("dspark", V)
     talk = Conversation(drafter)

@@ -18,7 +18,7 @@ TESTED = [
     "test_engine_random.py",
     "test_kv.py",
     "test_lookup.py",
-    "test_native_block.py",
+    "test_native_draft.py",
     "test_native_heads.py",
     "test_native_stack.py",
     "test_native_target.py",

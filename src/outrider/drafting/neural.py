@@ -163,6 +163,8 @@ class NeuralSource(DraftSource):
             return None
         held = self._arena.num_committed(context.request_id)
         rows = length - self._rollout.reach - held
+        if rows == 0 and self._rollout.needs_rows:  # asked twice for one text
+            return None
         try:
             wanted = rows + self._rollout.num_slots(budget)
             self._arena.reserve(context.request_id, wanted)
@@ -183,7 +185,8 @@ class NeuralSource(DraftSource):
         """
         if not self.target_layer_ids:
             return torch.empty(rows, 0)
-        features = torch.cat(request.features)
+        width = self.drafter.config.feature_size
+        features = torch.cat([*request.features, torch.empty(0, width)])
         assert len(features) == rows, (len(features), rows)
         request.features[:] = [features[final:]] if final < rows else []
         return features

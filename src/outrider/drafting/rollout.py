@@ -19,7 +19,7 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.masked import Masked
 from outrider.drafters.medusa import Medusa
 from outrider.drafters.mtp import MTP
-from outrider.drafters.native_block import NativeBlocks, Said, native_blocks
+from outrider.drafters.native_draft import Asked, native_blocks, native_masks
 from outrider.drafters.native_heads import Confidence, MarkovChains, MedusaHeads
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
@@ -36,6 +36,7 @@ class Rollout(Generic[D]):
 
     reach = 1  # a text of n tokens has n - reach rows that can run …
     lag = 1  # … and n - lag that stay as they are when the text goes on
+    needs_rows = True  # nothing can be said without a row of the text that has not run yet
 
     def __init__(self, drafter: D, stack: Stack, chooser: Chooser) -> None:
         self.drafter, self.stack, self.chooser = drafter, stack, chooser
@@ -67,12 +68,23 @@ class Rollout(Generic[D]):
             return seats[0].features
         return torch.cat([seat.features for seat in seats])
 
+    def _asked(self, seats: Sequence[Seat]) -> Asked:
+        return Asked(
+            held=[seat.num_held for seat in seats],
+            texts=[seat.context.token_ids for seat in seats],
+            budgets=[seat.budget for seat in seats],
+            page_tables=[seat.page_table for seat in seats],
+            features=self._all_features(seats),
+        )
+
 
 class BlockRollout(Rollout[Block]):
     """DFlash: features become keys and values, then a block of masks goes through at once.
 
     Blocks are whole whatever the budget, as in training; what is beyond it is not looked at.
     """
+
+    needs_rows = False
 
     def __init__(self, drafter: Block, stack: Stack, chooser: Chooser) -> None:
         super().__init__(drafter, stack, chooser)
@@ -93,7 +105,7 @@ class BlockRollout(Rollout[Block]):
     def draft(self, seats: Sequence[Seat]) -> None:
         budgets = [seat.budget for seat in seats]
         if self._blocks is not None:
-            said = self._run_blocks(self._blocks, seats, choose=False)
+            said = self._blocks.draft(self._asked(seats), choose=False)
             self._say(seats, budgets, said.states, said.logits)
             return
         self._store(seats, [self._left(seat) for seat in seats], self._all_features(seats))
@@ -105,16 +117,6 @@ class BlockRollout(Rollout[Block]):
         ids[::size] = [seat.context.token_ids[-1] for seat in seats]
         batch = ragged(seats, starts, [size] * len(seats), wanted, two_way=True, token_ids=ids)
         self._say(seats, budgets, *self.stack.run(batch, None))
-
-    def _run_blocks(self, blocks: NativeBlocks, seats: Sequence[Seat], choose: bool) -> Said:
-        per_request = {
-            "held": [seat.num_held for seat in seats],
-            "lengths": [len(seat.context.token_ids) for seat in seats],
-            "budgets": [seat.budget for seat in seats],
-            "last": [_last_token(seat) for seat in seats],
-        }
-        pages = [seat.page_table for seat in seats]
-        return blocks.draft(per_request, pages, self._all_features(seats), choose)
 
     def _say(
         self,
@@ -142,7 +144,7 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         if self._blocks is None or self._chains is None or not self.chooser.are_plain(seats):
             super().draft(seats)
             return
-        said = self._run_blocks(self._blocks, seats, choose=True)
+        said = self._blocks.draft(self._asked(seats), choose=True)
         budgets = [seat.budget for seat in seats]
         self.chooser.take(seats, budgets, said.tokens, said.probs)
         if self._confidence is not None:
@@ -236,10 +238,15 @@ class MaskedRollout(_RowRollout[Masked]):
     def __init__(self, drafter: Masked, stack: Stack, chooser: Chooser) -> None:
         super().__init__(drafter, stack, chooser)
         self.reach = self.lag = drafter.shift
+        self._masks = native_masks(drafter, stack)
 
     def draft(self, seats: Sequence[Seat]) -> None:
-        left = [self._left(seat) for seat in seats]
         budgets = [seat.budget for seat in seats]
+        if self._masks is not None:
+            said = self._masks.draft(self._asked(seats))
+            self.chooser.choose(seats, budgets, said.logits)
+            return
+        left = [self._left(seat) for seat in seats]
         counts = [new + budget - 1 for new, budget in zip(left, budgets, strict=True)]
         x, side = self._text_inputs(seats, left, self._all_features(seats))
         masks, mask_side = self.drafter.mask_inputs(sum(budgets) - len(seats))
@@ -315,9 +322,11 @@ class ModulesRollout(Rollout[MTP]):
         batch = ragged(seats, starts, left, np.arange(sum(left), dtype=np.int32))
         lasts = np.cumsum(left) - 1
         states = self._all_features(seats)
-        for module in range(max(seat.budget for seat in seats)):
+        for module in range(self.drafter.config.num_modules):  # all: rows that stay need their KV
             states, logits = self._run(module, batch, seats, left, states)
             going = [i for i, seat in enumerate(seats) if seat.budget > module]
+            if not going:
+                continue
             said = logits[torch.from_numpy(lasts[going])]
             self.chooser.choose([seats[i] for i in going], [1] * len(going), said)
 

@@ -82,6 +82,7 @@ class Model final : public AnyModel {
     void run(int thread);
     void run_context(int thread);
     void take_input(int row);
+    void embed(int row, float *x) const;
     void add(int row, const float *post_norm);
     void complete_layer(int row, int layer);
     void norm_input(int row, const LayerSpec &layer);
@@ -257,6 +258,12 @@ void Model<E>::take_input(int row) {
         std::copy_n(batch_.x + long(row) * spec_.hidden, spec_.hidden, x);
         return;
     }
+    embed(row, x);
+}
+
+// The embedding of a row's token.
+template <class E>
+void Model<E>::embed(int row, float *x) const {
     const E *from = static_cast<const E *>(spec_.embedding) + long(batch_.tokens[row]) * spec_.hidden;
     for (int i = 0; i < spec_.hidden; i++) x[i] = to_float(from[i]) * spec_.embedding_scale;
 }
@@ -294,7 +301,9 @@ void Model<E>::norm_input(int row, const LayerSpec &layer) {
     float *x = &x_[long(row) * H];
     E *normed = &normed_[long(row) * input_width(layer)];
     if (layer.side_norm) {
-        norm_row(batch_.side + long(row) * H, layer.side_norm, normed);
+        std::vector<float> embedded(batch_.side ? 0 : H);
+        if (!batch_.side) embed(row, embedded.data());
+        norm_row(batch_.side ? batch_.side + long(row) * H : embedded.data(), layer.side_norm, normed);
         normed += H;
     }
     norm_row(x, layer.input_norm, normed);

@@ -16,7 +16,8 @@ struct Batch {  // mirrored in outrider/target/native_batch.py
     const uint8_t *is_tree;
     const int *logits_rows, *tap_layers;
     float *logits, *taps;
-    const float *x, *side;  // [T][H] of drafters: rows in place of tokens, and the second input
+    const float *x;         // null, or [T][H]: rows in place of the embeddings of the tokens
+    const float *side;      // null, or [T][H]: the second input, where it is not these embeddings
     float *states;          // null, or [logits_count][H]: rows before the last norm
 
     // The newest position that a row sees.

@@ -9,7 +9,7 @@ from drafter_cases import toy_drafter
 
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.native import NativeStack
-from outrider.drafters.native_block import NativeBlocks, native_blocks
+from outrider.drafters.native_draft import Asked, NativeBlocks, native_blocks
 from outrider.drafters.native_heads import input_projection
 from outrider.drafters.stack import TorchStack
 from outrider.drafting.chooser import Chooser, Seat
@@ -29,6 +29,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dspark without a head": {},
     "dspark sure of states alone": SURE | {"confidence_sees_token": False},
     "dspark gated": SURE | {"markov_head": "gated"},
+    "peagle": {},
+    "peagle normed": {"norm_before_fc": True},
+    "pard": {"target_layer_ids": ()},
 }
 GREEDY = SamplingParams(temperature=0)
 PARAMS = {
@@ -38,33 +41,35 @@ PARAMS = {
 }
 
 
-def rollout(shape: str, dtype: torch.dtype, in_one_call: bool) -> BlockRollout[Any]:
+def rollout(shape: str, dtype: torch.dtype, in_one_call: bool) -> Any:
     drafter: Any = toy_drafter(shape.split()[0], **SHAPES[shape]).to(dtype)
     drafter.projection = input_projection(drafter, dtype)
     chooser = Chooser(drafter.d2t, VOCAB, (), wants_probs=False)
-    made = make_rollout(drafter, lambda drafter: NativeStack(drafter, dtype), chooser)
-    assert isinstance(made, BlockRollout) and made._blocks is not None
+    made: Any = make_rollout(drafter, lambda drafter: NativeStack(drafter, dtype), chooser)
+    name = "_blocks" if isinstance(made, BlockRollout) else "_masks"
+    assert getattr(made, name) is not None
     made.stack.allocate_kv(PAGES)
     if not in_one_call:
-        made._blocks = None
+        setattr(made, name, None)
     return made
 
 
-def seats(step: int, params: list[SamplingParams], width: int) -> list[Seat]:
+def seats(step: int, params: list[SamplingParams], made: Any) -> list[Seat]:
     """Three requests whose texts have grown since the step before, the last one most."""
     lengths = [[2, 21, 40], [3, 28, 60]]
-    known = [0, 0, 0] if step == 0 else [n - 1 for n in lengths[0]]
+    width, reach = made.drafter.config.feature_size, made.reach
+    known = [0, 0, 0] if step == 0 else [n - reach for n in lengths[0]]
     tables = np.random.default_rng(1).permutation(PAGES).astype(np.int32).reshape(3, -1)
-    made = []
+    found = []
     for i, (length, held) in enumerate(zip(lengths[step], known, strict=True)):
         random = np.random.default_rng(i)
         text = random.integers(0, VOCAB, 80).astype(np.int32)[:length]
         features = torch.from_numpy(random.normal(size=(80, width)).astype(np.float32))
         context = DraftContext(str(i), text, 1, params[i])
         budget = [4, 7, 1][i] if step == 0 else [7, 2, 5][i]
-        new = features[held : length - 1]
-        made.append(Seat(context, budget, 7 + i, held, new, page_table=tables[i]))
-    return made
+        new = features[held : length - reach]
+        found.append(Seat(context, budget, 7 + i, held, new, page_table=tables[i]))
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,9 +77,8 @@ def seats(step: int, params: list[SamplingParams], width: int) -> list[Seat]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_call_says_what_its_parts_say(shape: str, params: str, dtype: torch.dtype) -> None:
     both = [rollout(shape, dtype, in_one_call) for in_one_call in (True, False)]
-    width = both[0].drafter.config.feature_size
     for step in (0, 1):
-        found, expected = (seats(step, PARAMS[params], width) for _ in both)
+        found, expected = (seats(step, PARAMS[params], made) for made in both)
         for made, drafted in zip(both, (found, expected), strict=True):
             with torch.inference_mode():
                 made.draft(drafted)
@@ -97,13 +101,14 @@ def test_it_needs_all_its_parts_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_texts_beyond_what_it_knows_and_foreign_tokens_are_caught() -> None:
     made = rollout("dspark", torch.float32, True)
-    width, blocks = made.drafter.config.feature_size, made._blocks
-    assert blocks is not None
-    table = [np.arange(PAGES, dtype=np.int32)]
-    for told in (
-        {"held": [0], "lengths": [3], "budgets": [1], "last": [VOCAB]},
-        {"held": [1205], "lengths": [1208], "budgets": [1], "last": [0]},
-        {"held": [0], "lengths": [9], "budgets": [1], "last": [0]},
-    ):
+    width = made.drafter.config.feature_size
+    for held, length, last, new in ((0, 3, VOCAB, 2), (1205, 1208, 0, 2), (0, 9, 0, 2)):
+        asked = Asked(
+            held=[held],
+            texts=[np.array([1] * (length - 1) + [last], np.int32)],
+            budgets=[1],
+            page_tables=[np.arange(PAGES, dtype=np.int32)],
+            features=torch.zeros(new, width),
+        )
         with pytest.raises(AssertionError):
-            blocks.draft(told, table, torch.zeros(2, width), choose=True)
+            made._blocks.draft(asked, choose=True)

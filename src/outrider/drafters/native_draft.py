@@ -1,0 +1,242 @@
+"""A whole draft of a parallel drafter in one compiled call: features in, tokens out.
+
+Between the calls it stands for, Python would cost half as much again as they do.
+
+Shape legend: B requests, m rows of texts that are new, F feature width, R tokens to say of all
+requests, H hidden, U vocabulary of the drafter.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.dflash import DFlash
+from outrider.drafters.masked import Masked
+from outrider.drafters.native import NativeStack
+from outrider.drafters.native_heads import (
+    Confidence,
+    FuseJob,
+    MarkovChains,
+    MarkovJob,
+    PackedLinear,
+)
+from outrider.drafters.stack import Stack
+from outrider.native import library, pointer
+
+_P = ctypes.c_void_p
+
+
+class _DraftJob(ctypes.Structure):  # DraftJob of native/draft.cpp
+    _fields_ = (
+        ("model", _P),
+        ("fuse", ctypes.POINTER(FuseJob)),
+        ("confidence", ctypes.POINTER(FuseJob)),
+        ("markov", ctypes.POINTER(MarkovJob)),
+        *(
+            (name, ctypes.c_int)
+            for name in ("requests", "hidden", "mask", "block", "first_slot", "shift")
+        ),
+        *(
+            (name, _P)
+            for name in (
+                *("held", "lengths", "budgets", "last", "fresh", "page_offsets", "pages"),
+                *("features", "mask_input", "token_chances", "context", "states", "logits"),
+                *("tokens", "probs", "chances"),
+            )
+        ),
+    )
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a draft is made from; lists are [B]."""
+
+    held: list[int]  # rows of each text whose KV is there
+    texts: list[np.ndarray]  # int32, all tokens of each
+    budgets: list[int]  # tokens to say
+    page_tables: list[np.ndarray]  # int32
+    features: torch.Tensor  # float32 [m, F], of the rows from `held` on; [m, 0] where none are read
+
+
+@dataclass(slots=True)
+class Said:
+    """What a draft came to; states and logits are valid until the next call."""
+
+    states: torch.Tensor  # float32 [R, H], before the last norm
+    logits: torch.Tensor  # float32 [R, U], without the bias of a sequential head
+    tokens: np.ndarray  # int32 [R], the most likely ones, where they were to be chosen
+    probs: np.ndarray  # float32 [R], of these
+    chances: np.ndarray  # float32 [R], logits of acceptance; of a drafter that knows them
+
+
+class OneCall:
+    """Base: the job of one drafter, and what it points into."""
+
+    function: str  # of the compiled code
+
+    def __init__(
+        self, drafter: Drafter, stack: NativeStack, projection: PackedLinear | None, **parts: Any
+    ) -> None:
+        lib, config = library(), drafter.config
+        assert lib is not None and config.mask_token_id is not None
+        self._call = getattr(lib, self.function)
+        self._stack, self._config = stack, config
+        self._shift: int = parts.get("shift", 1)
+        self._kept: list[Any] = [projection]
+        self._job = _DraftJob(
+            model=stack.address, hidden=config.hidden_size, mask=config.mask_token_id, **parts
+        )
+        if projection is not None and projection.job is not None:
+            self._job.fuse = ctypes.pointer(projection.job)
+        self._context = torch.empty(0)
+
+    def _run(self, asked: Asked, num_positions: int, scratch_rows: int) -> Said:
+        """Set the job for these requests, which write up to `num_positions` at most, and run it."""
+        lengths = [len(text) for text in asked.texts]
+        new = sum(lengths) - len(lengths) * self._shift - sum(asked.held)
+        assert asked.features.shape == (new, self._config.feature_size), asked.features.shape
+        assert num_positions <= self._stack.num_positions, num_positions
+        last = [text[-1] for text in asked.texts]
+        assert min(last) >= 0 and max(last) < self._config.vocab_size, last
+        if self._context.numel() < scratch_rows * self._config.hidden_size:
+            self._context = torch.empty(2 * scratch_rows * self._config.hidden_size)
+        said = self._room(sum(asked.budgets))
+        per_request = (asked.held, lengths, asked.budgets, last)
+        tables = asked.page_tables
+        arrays = {
+            name: np.array(values, np.int32)
+            for name, values in zip(
+                ("held", "lengths", "budgets", "last"), per_request, strict=True
+            )
+        } | {
+            "page_offsets": np.cumsum([0, *map(len, tables[:-1])], dtype=np.int32),
+            "pages": tables[0] if len(tables) == 1 else np.concatenate(tables),
+            "fresh": self._fresh(asked),
+            "tokens": said.tokens,
+            "probs": said.probs,
+            "chances": said.chances,
+        }
+        features = asked.features.float().contiguous()
+        tensors = {"features": features, "context": self._context}
+        tensors |= {"states": said.states, "logits": said.logits}
+        job = self._job
+        job.requests = len(tables)
+        for name, array in arrays.items():
+            setattr(job, name, array.__array_interface__["data"][0])
+        for name, tensor in tensors.items():
+            setattr(job, name, tensor.data_ptr())
+        self._call(ctypes.byref(job))
+        return said
+
+    def _fresh(self, asked: Asked) -> np.ndarray:
+        """Tokens of the rows that are new, int32 [m]."""
+        new = [
+            text[held + self._shift :] for text, held in zip(asked.texts, asked.held, strict=True)
+        ]
+        return new[0] if len(new) == 1 else np.concatenate(new)
+
+    def _room(self, count: int) -> Said:
+        states, logits = self._stack.room(count)
+        return Said(
+            states[:count],
+            logits[:count],
+            np.empty(count, np.int32),
+            np.empty(count, np.float32),
+            np.empty(count, np.float32),
+        )
+
+
+class NativeBlocks(OneCall):
+    """DFlash and DSpark.
+
+    Args:
+        chains: of DSpark; None: tokens are never chosen here.
+        confidence: of DSpark.
+    """
+
+    function = "outrider_draft_block"
+
+    def __init__(
+        self,
+        drafter: DFlash,
+        stack: NativeStack,
+        projection: PackedLinear,
+        chains: MarkovChains | None,
+        confidence: Confidence | None,
+    ) -> None:
+        slots = {"block": drafter.block_size, "first_slot": drafter.first_slot, "shift": 1}
+        super().__init__(drafter, stack, projection, **slots)
+        self._size = drafter.block_size
+        self._kept += [chains, confidence]
+        self._markov = None if chains is None or chains.job is None else ctypes.pointer(chains.job)
+        if confidence is not None and confidence.of_state.job is not None:
+            self._job.confidence = ctypes.pointer(confidence.of_state.job)
+            self._job.token_chances = pointer(confidence.of_token)
+
+    def draft(self, asked: Asked, choose: bool) -> Said:
+        """Take in what is new of each text, and fill its block.
+
+        Args:
+            choose: say the most likely tokens, and how sure they are.
+        """
+        self._job.markov = self._markov if choose else None
+        longest = max(map(len, asked.texts))
+        return self._run(asked, longest - 1 + self._size, len(asked.features))
+
+
+class NativeMasks(OneCall):
+    """P-EAGLE and PARD."""
+
+    function = "outrider_draft_masks"
+
+    def __init__(
+        self, drafter: Masked, stack: NativeStack, projection: PackedLinear | None
+    ) -> None:
+        super().__init__(drafter, stack, projection, shift=drafter.shift)
+        if projection is not None:
+            with torch.inference_mode():
+                mask = drafter.mask_inputs(1)[0].float().contiguous()  # [1, H]
+            self._kept.append(mask)
+            self._job.mask_input = pointer(mask)
+
+    def draft(self, asked: Asked) -> Said:
+        """Run the rows that are new of each text, one at least, and masks behind them."""
+        new = len(asked.features)
+        assert new >= len(asked.texts), (new, len(asked.texts))
+        ends = [
+            len(text) - self._shift + budget - 1
+            for text, budget in zip(asked.texts, asked.budgets, strict=True)
+        ]
+        rows = new + sum(asked.budgets) - len(asked.budgets)
+        return self._run(asked, max(ends), new + rows)
+
+
+def native_blocks(
+    drafter: DFlash,
+    stack: Stack,
+    chains: MarkovChains | None = None,
+    confidence: Confidence | None = None,
+) -> NativeBlocks | None:
+    """The one call where all its parts are compiled, else None."""
+    projection = drafter.projection
+    if not isinstance(stack, NativeStack) or not isinstance(projection, PackedLinear):
+        return None
+    if projection.job is None or (confidence is not None and confidence.of_state.job is None):
+        return None
+    return NativeBlocks(drafter, stack, projection, chains, confidence)
+
+
+def native_masks(drafter: Masked, stack: Stack) -> NativeMasks | None:
+    """Likewise."""
+    projection = drafter.projection
+    if not isinstance(stack, NativeStack):
+        return None
+    if drafter.config.feature_size == 0:
+        return NativeMasks(drafter, stack, None)
+    if not isinstance(projection, PackedLinear) or projection.job is None:
+        return None
+    return NativeMasks(drafter, stack, projection)
