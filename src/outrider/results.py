@@ -84,6 +84,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, whose KV an earlier request left
     speculative_decoding: SpeculativeMetrics | None = None  # None: plain decoding
 
 

@@ -290,6 +290,9 @@ class Scheduler:
         self.running.append(request)
         if known:
             schedule.adopted.append(request)
+            metrics = request.group.metrics
+            if request.index == 0 and not metrics.num_preemptions:
+                metrics.num_cached_tokens = known
         return True
 
     def _left(self, request: Request) -> int:

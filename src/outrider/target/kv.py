@@ -18,9 +18,9 @@ from outrider.errors import KVFull
 from outrider.target.base import PAGE_SIZE
 from outrider.target.prefixes import PageKeys, PrefixIndex
 
-# Pages given up at once when room is short. One by one, from the end of the longest unused text,
-# each would become a run of its own in what grows into them.
-EVICTED_AT_ONCE = 32
+# One page in so many is given up at once when room is short. One by one, from the end of the
+# longest unused text, each would become a run of its own in what grows into them.
+EVICTED_SHARE = 32
 
 
 def pages_for(num_tokens: int) -> int:
@@ -201,7 +201,7 @@ class KVArena:
     def _grow(self, holding: _Holding, wanted: int) -> None:
         if wanted > self._num_empty:
             short = wanted - self._num_empty
-            evicted = self._index.evict(max(short, EVICTED_AT_ONCE))
+            evicted = self._index.evict(max(short, self.num_pages // EVICTED_SHARE))
             self._set_free(np.array(evicted, np.int32))
         table = holding.table
         if holding.num_pages + wanted > len(table):
