@@ -1,0 +1,102 @@
+"""The app: which path leads where, and who may take it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from outrider import __version__
+from outrider.llm import LLM
+from outrider.serving.errors import ApiError
+from outrider.serving.http import Edge, JSONBody, error_response, not_found
+from outrider.serving.service import Service, Settings
+
+
+def create_app(llm: LLM, settings: Settings | None = None) -> ASGIApp:
+    """An ASGI app that serves one model; the engine starts and ends with its lifespan."""
+    service = Service(llm, settings or Settings())
+    return Edge(_routes(service), service.count)
+
+
+def _routes(service: Service) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.stop()
+
+    app = FastAPI(
+        title="outrider",
+        version=__version__,
+        lifespan=lifespan,
+        openapi_url=None,
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_route},
+    )
+    app.state.service = service
+    _add_api(app, service)
+    _add_health(app, service)
+    return app
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        authorize(service, request)
+        return await service.complete(request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        authorize(service, request)
+        return await service.chat(request)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        authorize(service, request)
+        return JSONBody(service.models())
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        authorize(service, request)
+        service.check_model(name)
+        return JSONBody(service.models()["data"][0])
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        is_alive = service.worker.is_alive
+        return JSONBody({"status": "ok" if is_alive else "failed"}, 200 if is_alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready = service.worker.is_alive and not service.is_draining
+        return JSONBody({"ready": is_ready}, 200 if is_ready else 503)
+
+
+def authorize(service: Service, request: Request) -> None:
+    """Note whose call it is.
+
+    Raises:
+        ApiError: 401 without a key of this server.
+    """
+    owner = service.keys.owner(request.headers.get("authorization"))
+    request.state.owner = owner
+    if owner:
+        request.state.record["owner"] = owner
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    """No such path, or no such method on it."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(not_found(request.url.path))
+    said = f"{request.method} is not a method of {request.url.path}"
+    return error_response(ApiError(error.status_code, said, headers=error.headers))

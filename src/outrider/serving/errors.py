@@ -1,0 +1,66 @@
+"""What the server refuses, in OpenAI's error envelope."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import PromptError, SamplingError, UserError
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is no answer: status, sentence, and what an OpenAI client reads of it.
+
+    Args:
+        status: HTTP status.
+        message: what was given and what was expected.
+        code: for programs, as "model_not_found"; None where OpenAI has none.
+        param: the field at fault.
+        headers: of the response, as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        default = "server_error" if self.status >= 500 else TYPES[400]
+        return TYPES.get(self.status, default)
+
+    @property
+    def envelope(self) -> dict[str, Any]:
+        """The body of the response."""
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": told}
+
+
+def refused(error: UserError) -> ApiError:
+    """A 400 that says what the engine says of a request."""
+    param = None
+    if isinstance(error, SamplingError):  # its messages name a parameter first
+        found = re.match(r"(?:a token id in )?(\w+)", str(error))
+        param = found and found[1]
+    elif isinstance(error, PromptError):
+        param = "prompt" if "prompt" in str(error) else "messages"
+    return ApiError(400, str(error), param=param)
+
+
+def to_json(value: Any) -> bytes:
+    """Compact UTF-8 JSON; halves of characters, which clients can send, go back as escapes."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")

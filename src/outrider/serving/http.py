@@ -1,0 +1,206 @@
+"""The edge of the server: bodies in, answers out, and one log line for each call.
+
+Written on ASGI itself: a stream of events sends hundreds of small pieces a second, and layers
+around a response cost more than what they do.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from time import perf_counter
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.checks import shown
+from outrider.serving.errors import ApiError, to_json
+
+logger = logging.getLogger(__name__)
+
+BODY_SECONDS = 60.0  # in which a body must have come
+LONGEST_ID = 128
+GONE = 499  # status of a call whose client went away; it is in the log only
+
+Found = TypeVar("Found")
+
+
+class Disconnected(Exception):
+    """The client went away."""
+
+
+class JSONBody(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+def error_response(error: ApiError) -> Response:
+    return JSONBody(error.envelope, error.status, error.headers)
+
+
+class EventStream(Response):
+    """Server-sent events, each a JSON body; ends with [DONE], and early when the client goes."""
+
+    def __init__(
+        self, events: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], None]
+    ) -> None:
+        """`close` is called at the end, however it comes."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.headers["Content-Type"] = "text/event-stream; charset=utf-8"
+        del self.headers["Content-Length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        finally:
+            await self._events.aclose()
+            self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        try:
+            async for bodies in self._events:
+                data = b"".join(b"data: " + to_json(body) + b"\n\n" for body in bodies)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:  # the status has been sent: the client reads it here
+            data = b"data: " + to_json(error.envelope) + b"\n\n"
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
+    """What the work gives, unless the client goes away first.
+
+    Raises:
+        Disconnected: it did; the work has been cancelled.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_json(request: Request, most: int) -> Any:
+    """The body, at most so many bytes.
+
+    Raises:
+        ApiError: 413 too large, 408 too slow, 400 not JSON.
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            data = await _read(request, most)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s") from None
+    try:
+        return json.loads(data, parse_constant=_no_number)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: {error.reason}") from None
+    except ValueError as error:  # JSON that is none, or an int of 5000 digits
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+async def _read(request: Request, most: int) -> bytes:
+    told = request.headers.get("content-length", "")
+    if told.isdigit() and int(told[:20]) > most:
+        raise _too_large(most)
+    data = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        data += message.get("body", b"")
+        if len(data) > most:
+            raise _too_large(most)
+        if not message.get("more_body", False):
+            return bytes(data)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is too large, this server takes {most} bytes at most")
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number that JSON knows")
+
+
+class Edge:
+    """Around the whole app: an id and a log line for every call, and no exception passes."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+        """`count` is told the path and the status of every call that has ended."""
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        record = {"request_id": _request_id(headers), "method": scope["method"]}
+        record["path"] = scope["path"]
+        scope.setdefault("state", {})["record"] = record
+        status, start = 0, perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", record["request_id"].encode()),
+                ]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Disconnected:
+            status = GONE
+        except Exception:
+            logger.exception("a call failed", extra={"record": record})
+            if not status:
+                await error_response(internal_error())(scope, receive, send_with_id)
+        finally:
+            seconds = round(perf_counter() - start, 6)
+            self._count(scope["path"], status)
+            logger.info("call", extra={"record": record | {"status": status, "seconds": seconds}})
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "the server failed at this call; its log says more", code="internal_error")
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    """The client's own id, if it can be one."""
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    if 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable():
+        return given
+    return uuid4().hex
+
+
+def not_found(path: str) -> ApiError:
+    return ApiError(404, f"there is no {shown(path)} on this server", code="not_found")

@@ -1,0 +1,236 @@
+"""What the endpoints do: read a call, submit it, answer whole or in events."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from outrider.checks import integer, shown
+from outrider.errors import ConfigError, UserError
+from outrider.llm import LLM
+from outrider.prompts import Submission
+from outrider.results import RequestOutput
+from outrider.serving import chat
+from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id, usage
+from outrider.serving.errors import ApiError, refused
+from outrider.serving.http import EventStream, JSONBody, read_json, until_disconnect
+from outrider.serving.limits import Keys, Limits
+from outrider.serving.parsers import REASONING_PARSERS
+from outrider.serving.protocol import Call, ChatCall, CompletionCall, parse
+from outrider.serving.worker import EngineFailure, Ticket, Worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the server serves.
+
+    Raises:
+        ConfigError: a value that cannot be; the message names it.
+    """
+
+    api_keys: Sequence[str] = ()
+    served_model_name: str | None = None  # default: the model's own
+    max_body_bytes: int = 8 << 20
+    max_waiting: int | None = None  # choices; default: as many as may run
+    max_calls_per_key: int | None = None
+    reasoning_parser: str | None = None
+    includes_metrics: bool = False  # also for calls that do not ask for them
+    trace: Path | None = None  # of steps, in Chrome's format
+
+    def __post_init__(self) -> None:
+        integer("max_body_bytes", self.max_body_bytes, 1)
+        if self.max_waiting is not None:
+            integer("max_waiting", self.max_waiting, 0)
+        if self.max_calls_per_key is not None:
+            integer("max_calls_per_key", self.max_calls_per_key, 1)
+        for key in self.api_keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError("an API key must be printable ASCII without spaces")
+        if self.reasoning_parser not in (None, *REASONING_PARSERS):
+            raise ConfigError(
+                f"reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, "
+                f"got {shown(self.reasoning_parser)}"
+            )
+
+
+class Service:
+    """One model behind the endpoints."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.model = settings.served_model_name or llm.target.name
+        self.created = int(time.time())
+        self.keys = Keys(settings.api_keys)
+        running = llm.engine.scheduler.max_requests
+        waiting = running if settings.max_waiting is None else settings.max_waiting
+        self.limits = Limits(running, waiting, settings.max_calls_per_key)
+        self.worker = Worker(llm.engine)
+        self.is_draining = False
+
+    def start(self) -> None:
+        """Begin to serve, in the event loop that does."""
+        self.worker.start()
+
+    def stop(self) -> None:
+        """End; what is unfinished is aborted."""
+        self.worker.stop()
+
+    def count(self, path: str, status: int) -> None:
+        """A call has ended."""
+
+    async def complete(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        call = parse(CompletionCall, await self._body(request))
+        answer = CompletionAnswer(call, self.model, new_id("cmpl"))
+        return await self._answer(request, call, answer, len(_read(lambda: call.prompts)))
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        call = parse(ChatCall, await self._body(request))
+        chat.check_tools(call)
+        answer = ChatAnswer(call, self.model, new_id("chatcmpl"))
+        answer.reads_thoughts = self.settings.reasoning_parser is not None
+        return await self._answer(request, call, answer, 1)
+
+    def models(self) -> dict[str, Any]:
+        """`/v1/models`."""
+        model = {
+            "id": self.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "outrider",
+            "max_model_len": self.llm.engine.max_model_len,
+        }
+        return {"object": "list", "data": [model]}
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 for a model that is not the one served; None is that one."""
+        if name is not None and name != self.model:
+            raise ApiError(
+                404,
+                f"the model {shown(name)} is not served here, {self.model} is",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def _body(self, request: Request) -> Any:
+        if self.is_draining or not self.worker.is_alive:
+            why = "shutting down" if self.is_draining else "out of order: its engine has failed"
+            raise ApiError(503, f"the server is {why}", headers={"Retry-After": "10"})
+        return await read_json(request, self.settings.max_body_bytes)
+
+    async def _answer(
+        self, request: Request, call: Call, answer: Answer, num_prompts: int
+    ) -> Response:
+        self.check_model(call.model)
+        owner: str = request.state.owner
+        params = _read(lambda: call.params(owner))
+        terms = _read(lambda: call.terms(self._source_names))
+        with ExitStack() as stack:
+            stack.enter_context(self.limits.slot(owner, num_prompts * call.num_choices))
+            # Tokenising a long prompt takes longer than others should wait for a token.
+            submissions = await asyncio.to_thread(_read, lambda: self._submissions(answer, params))
+            ticket = self.worker.submit(submissions, terms)
+            stack.callback(self.worker.cancel, ticket)
+            record = request.state.record
+            if call.stream:
+                events = self._events(ticket, answer, record)
+                return EventStream(events, stack.pop_all().close)
+            collecting = self._collect(ticket, answer, record)
+            return JSONBody(await until_disconnect(request.receive, collecting))
+
+    def _submissions(self, answer: Answer, params: Any) -> list[Submission]:
+        prompts = self.llm.prompts
+        if isinstance(answer, ChatAnswer):
+            found = [chat.read(prompts, self.llm.tokenizer, answer.call, params)]
+            answer.is_thinking = chat.is_thinking(found[0].text)
+        else:
+            assert isinstance(answer, CompletionAnswer)
+            special = answer.call.add_special_tokens is not False
+            found = [prompts.read_prompt(one, params, special) for one in answer.call.prompts]
+            if answer.call.echo:
+                answer.echoes = [one.text or self._decoded(one) for one in found]
+        for one in found:
+            self._check_length(one)
+            self.llm.engine.check(one.token_ids, one.params)
+        return found
+
+    def _decoded(self, submission: Submission) -> str:
+        return self.llm.tokenizer.decode(list(submission.token_ids))
+
+    def _check_length(self, submission: Submission) -> None:
+        most, given = self.llm.engine.max_model_len, len(submission.token_ids)
+        if given >= most:
+            raise ApiError(
+                400,
+                f"the prompt has {given} tokens; this server holds {most} of prompt and output",
+                code="context_length_exceeded",
+            )
+
+    async def _collect(
+        self, ticket: Ticket, answer: Answer, record: dict[str, Any]
+    ) -> dict[str, Any]:
+        results: dict[int, RequestOutput] = {}
+        try:
+            async for items in ticket:
+                results |= {i.prompt: i.chunk.result for i in items if i.chunk.result}
+        except EngineFailure as error:
+            raise ApiError(500, str(error), code="engine_failure") from error
+        ordered = [results[prompt] for prompt in sorted(results)]
+        return answer.whole(ordered) | self._numbers(ordered, answer.call, record)
+
+    async def _events(
+        self, ticket: Ticket, answer: Answer, record: dict[str, Any]
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        results: dict[int, RequestOutput] = {}
+        n = answer.call.num_choices
+        try:
+            async for items in ticket:
+                bodies = []
+                for prompt, chunk, _ in items:
+                    bodies += answer.chunk(prompt * n + chunk.index, chunk)
+                    if chunk.result is not None:
+                        results[prompt] = chunk.result
+                yield bodies
+        except EngineFailure as error:
+            raise ApiError(500, str(error), code="engine_failure") from error
+        ordered = [results[prompt] for prompt in sorted(results)]
+        numbers = self._numbers(ordered, answer.call, record)
+        if answer.shows_usage:
+            yield [answer.last(numbers)]
+
+    def _numbers(
+        self, results: Sequence[RequestOutput], call: Call, record: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Usage, and the metrics where they are asked for; what is told goes to the log too."""
+        predicting = self._predicting if call.prediction is not None else []
+        counted = usage(results, predicting)
+        record |= {name: counted[name] for name in ("prompt_tokens", "completion_tokens")}
+        return {"usage": counted}
+
+    @property
+    def _source_names(self) -> list[str]:
+        return [source.name for source in self.llm.engine.speculation.sources]
+
+    @property
+    def _predicting(self) -> list[str]:
+        sources = self.llm.engine.speculation.sources
+        return [source.name for source in sources if source.needs_prediction]
+
+
+def _read(reading: Any) -> Any:
+    """What the function gives; what it refuses becomes a 400."""
+    try:
+        return reading()
+    except UserError as error:
+        raise refused(error) from error
