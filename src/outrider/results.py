@@ -81,6 +81,7 @@ class RequestMetrics:
     """Times of one request in seconds of `time.perf_counter`, and its acceptance."""
 
     arrival_time: float = 0.0
+    scheduled_time: float | None = None  # end of waiting
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0

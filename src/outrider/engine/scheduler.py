@@ -288,9 +288,11 @@ class Scheduler:
         self.waiting.discard(request)
         request.status = Status.RUNNING
         self.running.append(request)
+        metrics = request.group.metrics
+        if metrics.scheduled_time is None:
+            metrics.scheduled_time = self._clock()
         if known:
             schedule.adopted.append(request)
-            metrics = request.group.metrics
             if request.index == 0 and not metrics.num_preemptions:
                 metrics.num_cached_tokens = known
         return True
