@@ -1,46 +1,11 @@
 """Admission, chunked prompts and preemption, without any forward."""
 
 import pytest
+from scheduler_cases import make_request, make_scheduler, names, step
 
-from outrider.drafting.source import DraftContext
-from outrider.engine.output import OutputBuilder
-from outrider.engine.request import Request, RequestGroup, Status, TokenBuffer
-from outrider.engine.scheduler import Schedule, Scheduler
-from outrider.sampling_params import SamplingParams
+from outrider.engine.request import Status
+from outrider.engine.scheduler import Schedule
 from outrider.target.base import PAGE_SIZE
-from outrider.target.kv import KVArena
-
-
-def make_request(name: str, num_tokens: int) -> Request:
-    params = SamplingParams(max_tokens=100)
-    first = int.from_bytes(name.encode()[:2]) << 8  # another text for every name
-    ids = list(range(first, first + num_tokens))
-    tokens = TokenBuffer(ids)
-    group = RequestGroup(name, None, ids, params)
-    context = DraftContext(name, tokens.view(), num_tokens, params)
-    output = OutputBuilder(params, 100)
-    request = Request(name, 0, group, tokens, num_tokens, 100, 0, output, context)
-    group.choices.append(request)
-    return request
-
-
-def make_scheduler(pages: int = 64, max_requests: int = 4, max_rows: int = 32, draft_rows: int = 0):
-    return Scheduler(KVArena(pages), max_requests, max_rows, draft_rows)
-
-
-def step(scheduler: Scheduler) -> Schedule:
-    """Schedule, then act as if the forward had been run."""
-    schedule = scheduler.schedule()
-    assert schedule.num_rows <= scheduler.max_rows
-    for work in schedule.works:
-        assert len(scheduler.arena.page_table(work.request.request_id)) * PAGE_SIZE >= (
-            work.context_len + work.num_rows
-        )
-        scheduler.arena.commit(work.request.request_id, work.num_rows)
-        if work.is_last:
-            work.request.tokens.extend([7])
-    scheduler.arena.check_integrity()
-    return schedule
 
 
 def rows(schedule: Schedule) -> list[tuple[str, int, bool]]:
@@ -100,19 +65,20 @@ def test_full_arena_preempts_the_newest_which_comes_back_first():
     for request in (old, new, later):
         scheduler.add(request)
     assert len(step(scheduler).works) == 2
-    while len(old.tokens) < 3 * PAGE_SIZE:
+    schedule = step(scheduler)
+    while not schedule.preempted:
         schedule = step(scheduler)
-        if schedule.preempted:
-            break
     assert schedule.preempted == [new]
-    assert [request.request_id for request in scheduler.waiting] == ["new", "later"]
+    assert names(scheduler.waiting) == ["new", "later"]
     assert scheduler.arena.num_committed("new") == 0
     assert new.group.metrics.num_preemptions == 1
     size = len(new.tokens)
     assert size > PAGE_SIZE
     scheduler.remove(old)
     works = step(scheduler).works
-    assert [(w.request.request_id, w.num_rows) for w in works[:1]] == [("new", size)]
+    assert [(w.request.request_id, w.num_rows) for w in works[:1]] == [
+        ("new", size - PAGE_SIZE),  # its first page is still known
+    ]
 
 
 def test_preempt_all_keeps_the_order_of_arrival():
@@ -122,7 +88,7 @@ def test_preempt_all_keeps_the_order_of_arrival():
     step(scheduler)
     scheduler.add(make_request("d", 2))
     assert len(scheduler.preempt_all()) == 3
-    assert [request.request_id for request in scheduler.waiting] == ["a", "b", "c", "d"]
+    assert names(scheduler.waiting) == ["a", "b", "c", "d"]
     assert scheduler.arena.owners == []
 
 
