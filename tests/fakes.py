@@ -8,6 +8,8 @@ import torch
 
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.engine.engine import Engine
+from outrider.policy.fixed import FixedLength
+from outrider.policy.view import StepView, cap
 from outrider.results import RequestOutput
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, ForwardBatch, ForwardOutput
@@ -206,27 +208,11 @@ class ReplaySource(DraftSource):
         self.released.append(request_id)
 
 
-class SubmitAll:
+class SubmitAll(FixedLength):
     """A plan that submits the first source's whole draft, so that tests choose what happens."""
 
-    def budgets(self, source: DraftSource, rooms: Sequence[int], row_budget: int) -> list[int]:
-        return [max(0, min(room, source.max_draft_tokens, row_budget)) for room in rooms]
-
-    def choose(
-        self, proposals: Sequence[Sequence[Draft]], num_rows: int, row_budget: int
-    ) -> list[Draft]:
-        from outrider.engine.drafts import prefix
-
-        chosen = []
-        for drafts in proposals:
-            draft = next((draft for draft in drafts if draft.token_ids), Draft())
-            chosen.append(prefix(draft, row_budget))
-            row_budget -= len(chosen[-1])
-        return chosen
-
-    def observe(self, source_name: str, draft: Draft, num_accepted_drafts: int) -> None: ...
-
-    def observe_call(self, source_name: str, num_accepted_drafts: int) -> None: ...
+    def budgets(self, source: DraftSource, view: StepView) -> list[int]:
+        return [max(0, min(cap(ask, source), view.row_budget)) for ask in view.asks]
 
 
 def make_engine(
@@ -235,6 +221,7 @@ def make_engine(
     options.setdefault("tokenizer", ALPHABET)
     options.setdefault("eos_token_ids", (0,))
     options.setdefault("planner", SubmitAll())
+    options.setdefault("strict_sources", True)  # what a source asserts must fail the test
     options.setdefault("kv_cache_tokens", 4096)
     return Engine(target or FakeTarget(len(ALPHABET.pieces)), sources, **options)
 

@@ -21,6 +21,7 @@ from outrider.drafting.source import Draft
 from outrider.engine.times import StepTimes
 from outrider.errors import ConfigError
 from outrider.policy.fixed import FixedLength
+from outrider.policy.view import Ask, StepView
 from outrider.results import CompletionOutput, RequestOutput
 from outrider.target.load import load_model
 from outrider.training.dataset import Data, read_header
@@ -324,10 +325,17 @@ def test_acceptance_counts_steps_behind_the_prompt_and_loops_apart() -> None:
 def test_a_fixed_policy_submits_all_drafts_up_to_the_rows() -> None:
     policy = FixedLength(3)
     source = ScriptedSource({}, max_draft_tokens=8)
-    assert policy.budgets(source, [9, 2, 0], 100) == [3, 2, 0]
-    assert policy.budgets(source, [9, 9], 4) == [2, 2]
+
+    def view(rooms: list[int], row_budget: int) -> StepView:
+        return StepView([Ask("r", room) for room in rooms], len(rooms), row_budget)
+
+    assert policy.budgets(source, view([9, 2, 0], 100)) == [3, 2, 0]
+    assert policy.budgets(source, view([9, 9], 4)) == [2, 2]
+    full = view([9, 9, 9], 5)
     drafts = [[Draft([1, 2, 3])], [], [Draft(), Draft([4, 5, 6])]]
-    chosen = policy.choose(drafts, 3, 5)
+    for ask, proposed in zip(full.asks, drafts, strict=True):
+        ask.drafts = proposed
+    chosen = policy.choose(full)
     assert [draft.token_ids for draft in chosen] == [[1, 2, 3], [], [4, 5]]
 
 

@@ -281,8 +281,8 @@ def test_times_add_up():
 
 def test_planner_may_be_replaced():
     class Nothing(SubmitAll):
-        def budgets(self, source, rooms, row_budget):
-            return [0] * len(rooms)
+        def budgets(self, source, view):
+            return [0] * len(view.asks)
 
     plain = run(make_engine(), prompts(1))
     engine = make_engine([ReplaySource(ids_of(plain))], planner=Nothing())

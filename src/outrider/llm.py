@@ -16,7 +16,7 @@ from outrider.drafting.build import SpeculativeConfig, build_sources, check_conf
 from outrider.engine.engine import Engine, check_sizes
 from outrider.engine.verification import make_verifier
 from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
-from outrider.policy.planner import Policy
+from outrider.policy.view import Policy
 from outrider.prompts import Conversation, Prompt, PromptReader, Submission, is_conversation
 from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams

@@ -27,9 +27,14 @@ class Draft:
     probs: torch.Tensor | None = None  # [n, V] each token was drawn from; None = point mass
     confidence: list[float] = field(default_factory=list)  # P(accepted | its parent accepted)
     source: str = ""
+    sources: list[str] = field(default_factory=list)  # of every token, where they differ
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def source_of(self, index: int) -> str:
+        """Who proposed one token."""
+        return self.sources[index] if self.sources else self.source
 
     @property
     def is_tree(self) -> bool:
@@ -42,6 +47,7 @@ class Draft:
         assert all(-1 <= p < i for i, p in enumerate(self.parents)), self.parents
         assert not self.confidence or len(self.confidence) == n, (len(self.confidence), n)
         assert self.probs is None or self.probs.shape[0] == n, (self.probs.shape, n)
+        assert not self.sources or len(self.sources) == n, (self.sources, n)
 
 
 @dataclass(slots=True)
@@ -64,7 +70,7 @@ class Outcome:
     """What became of one draft, told to its source after verification."""
 
     request_id: str
-    draft: Draft  # as submitted to the target
+    draft: Draft  # what was submitted to the target of this source's own draft
     num_accepted_drafts: int  # depth reached, without the bonus token
     accepted_ids: list[int]  # the accepted tokens and the bonus token
 
@@ -76,6 +82,8 @@ class DraftSource:
     target_layer_ids: tuple[int, ...] = ()  # layers whose OUTPUT this source reads; -1 = embedding
     max_draft_tokens: int = 16
     needs_prediction: bool = False  # drafts only for requests that carry a prediction
+    can_extend: bool = False  # has `extend`
+    kv_lag: int = 0  # newest tokens of a text that its KV does not hold after `propose`
     cost: float = 0.0  # measured seconds per call, kept by the engine
 
     def bind(self, target: "Target", tokenizer: object | None, max_num_seqs: int) -> None:
@@ -84,6 +92,23 @@ class DraftSource:
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
         """Draft at most ``budgets[i]`` tokens to follow ``contexts[i]``, for every i."""
         raise NotImplementedError
+
+    def extend(
+        self,
+        contexts: Sequence[DraftContext],
+        chains: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+    ) -> list[Draft]:
+        """Draft what follows ``contexts[i]`` and ``chains[i]``, tokens that may never be text.
+
+        Called only where `can_extend`. It leaves no trace in what `propose` and `observe` know,
+        and its drafts are told to nobody.
+        """
+        raise NotImplementedError
+
+    def held_tokens(self, request_id: str) -> int | None:
+        """Tokens of a request's text that this source has KV of; None: it keeps none."""
+        return None
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from what became of this source's drafts (only submitted ones are told)."""

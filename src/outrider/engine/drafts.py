@@ -28,6 +28,7 @@ def prefix(draft: Draft, num_tokens: int) -> Draft:
         probs=None if draft.probs is None else draft.probs[:num_tokens],
         confidence=draft.confidence[:num_tokens],
         source=draft.source,
+        sources=draft.sources[:num_tokens],
     )
 
 
@@ -46,7 +47,15 @@ def subset(draft: Draft, kept: Sequence[int]) -> Draft:
         probs=None if draft.probs is None else draft.probs[list(kept)],
         confidence=[draft.confidence[i] for i in kept] if draft.confidence else [],
         source=draft.source,
+        sources=[draft.sources[i] for i in kept] if draft.sources else [],
     )
+
+
+def straightened(draft: Draft) -> Draft:
+    """A tree without branches as a chain."""
+    if draft.is_tree and all(parent == i - 1 for i, parent in enumerate(draft.parents)):
+        draft.parents = []
+    return draft
 
 
 def cut_depth(draft: Draft, max_depth: int) -> Draft:
@@ -67,3 +76,36 @@ def cut_unknown(draft: Draft, vocab_size: int) -> tuple[Draft, list[int]]:
         known[index] = known[index] and (parent < 0 or known[parent])
     dropped = [depth for depth, keep in zip(depths(draft), known, strict=True) if not keep]
     return subset(draft, [i for i, keep in enumerate(known) if keep]), dropped
+
+
+def matched(draft: Draft, true_ids: Sequence[int]) -> int:
+    """Depth to which a draft says what the text went on with."""
+    depth = 0
+    if not draft.is_tree:
+        for said, true in zip(draft.token_ids, true_ids):  # noqa: B905 (the shorter one ends it)
+            if said != true:
+                break
+            depth += 1
+        return depth
+    node = -1
+    for index, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
+        if parent == node and depth < len(true_ids) and token == true_ids[depth]:
+            node, depth = index, depth + 1
+    return depth
+
+
+def shared_part(own: Draft, submitted: Draft) -> Draft:
+    """What of a source's own draft is in the tree that was submitted."""
+    if own is submitted:
+        return own
+    if not own.is_tree and not submitted.is_tree:
+        return prefix(own, matched(own, submitted.token_ids))
+    parents = submitted.parents or range(-1, len(submitted) - 1)
+    places = {pair: i for i, pair in enumerate(zip(parents, submitted.token_ids, strict=True))}
+    found: dict[int, int] = {-1: -1}  # own node -> submitted node
+    for index, parent in enumerate(own.parents or range(-1, len(own) - 1)):
+        place = places.get((found[parent], own.token_ids[index])) if parent in found else None
+        if place is not None:
+            found[index] = place
+    del found[-1]
+    return subset(own, list(found))

@@ -12,21 +12,23 @@ import numpy as np
 import torch
 
 from outrider.checks import INT32_MAX, integer
-from outrider.drafting.source import Draft, DraftSource
+from outrider.drafting.source import DraftSource
 from outrider.engine.batch import pack
 from outrider.engine.features import SlotFeatures, slots_of
 from outrider.engine.intake import Intake
+from outrider.engine.load import LoadMeter
 from outrider.engine.output import TokenizerLike
 from outrider.engine.request import Request, RequestGroup, Status
 from outrider.engine.scheduler import Schedule, Scheduler
-from outrider.engine.speculation import Proposal, SourcePlan, Speculation, each_and_then_raise
+from outrider.engine.speculation import Proposal, Speculation, each_and_then_raise
 from outrider.engine.tenancy import tenancy_of
 from outrider.engine.times import StepTimes
 from outrider.engine.verification import MatchingVerifier, NewTokens, Verifier
 from outrider.errors import ConfigError, SourceError
 from outrider.policy.cost import CostModel
-from outrider.policy.feedback import DraftOutcome, record
-from outrider.policy.planner import Planner, Policy
+from outrider.policy.feedback import record
+from outrider.policy.planner import Planner
+from outrider.policy.view import Policy, StepView
 from outrider.results import Logprob, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
@@ -71,6 +73,7 @@ class Engine:
         planner: Policy | None = None,
         seed: int | None = None,
         reuse_prefixes: bool = True,
+        strict_sources: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
@@ -84,8 +87,14 @@ class Engine:
         self.cost = CostModel(max_num_batched_tokens)
         self.planner: Policy = planner or Planner(self.cost, self.verifier.is_biased)
         self.speculation = Speculation(
-            sources, self.planner, target, self.arena, self.verifier.is_biased
+            sources,
+            self.planner,
+            target,
+            self.arena,
+            self.verifier.is_biased,
+            strict_sources,
         )
+        self._load = LoadMeter()
         self.scheduler = Scheduler(
             self.arena,
             max_num_seqs,
@@ -96,6 +105,7 @@ class Engine:
             reuse_prefixes=reuse_prefixes,
         )
         self.metrics = SpeculativeMetrics()  # over all requests
+        self.metrics_by_kind: dict[str, SpeculativeMetrics] = {}  # by what users say they ask for
         self.times = StepTimes()
         self._clock = clock
         self._intake = Intake(
@@ -140,8 +150,10 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, too long for context or KV, or holds unknown ids.
-            SamplingError: a parameter names ids outside the vocabulary.
+            SamplingError: a parameter names ids outside the vocabulary, or terms a source that is
+                not here.
         """
+        self.speculation.check_terms(terms or Terms())
         assert request_id not in self._groups, f"request id {request_id!r} is in use"
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         group = self._intake.admit(
@@ -159,7 +171,8 @@ class Engine:
         """End requests now; nothing happens to one that is unknown or finished.
 
         Raises:
-            SourceError: a draft source failed to forget one. All of them have ended all the same.
+            SourceError: with `strict_sources`, a draft source failed to forget one. All of them
+                have ended all the same.
         """
         groups = [self._groups[name] for name in request_ids if name in self._groups]
         choices = [choice for group in groups for choice in group.choices]
@@ -179,13 +192,14 @@ class Engine:
         """Take every running request further; returns what was added to each choice.
 
         Raises:
-            SourceError: a draft source failed. No request is lost and the engine stays usable.
+            SourceError: a draft source failed, and `strict_sources` was asked for. No request is
+                lost and the engine stays usable.
         """
         if self.scheduler.has_work:
             self.times.begin()
             schedule = self._schedule()
-            plans, proposals = self._plan(schedule)
-            self._propose(schedule, plans, proposals)
+            view, proposals = self._plan(schedule)
+            self._propose(view, proposals)
             verified = self._verify(schedule, proposals)
             with self._whole_or_aborted(schedule):
                 self._commit(schedule, proposals, verified)
@@ -223,25 +237,18 @@ class Engine:
         self.times.lap("schedule")
         return schedule
 
-    def _plan(self, schedule: Schedule) -> tuple[list[SourcePlan], list[Proposal]]:
-        proposals = [
-            Proposal(work, [], DraftOutcome(Draft(), is_greedy=work.request.params.is_greedy))
-            for work in schedule.works
-            if work.is_last
-        ]
-        plans = self.speculation.plan(proposals, self.scheduler.max_rows - schedule.num_rows)
+    def _plan(self, schedule: Schedule) -> tuple[StepView, list[Proposal]]:
+        room = self.scheduler.max_rows - schedule.num_rows
+        load = self._load.facts(schedule, self.scheduler, self.speculation.guard.health)
+        view, proposals = self.speculation.plan(schedule, room, load, self._clock())
         self.times.lap("plan")
-        return plans, proposals
+        return view, proposals
 
-    def _propose(
-        self, schedule: Schedule, plans: list[SourcePlan], proposals: list[Proposal]
-    ) -> None:
-        if plans:
-            self.speculation.propose(plans, proposals)
-            self.times.lap("propose")
-            rows = schedule.num_rows
-            self.speculation.choose(proposals, rows, self.scheduler.max_rows - rows)
-            self.times.lap("plan")
+    def _propose(self, view: StepView, proposals: list[Proposal]) -> None:
+        seconds = self.speculation.propose(view, proposals)
+        self.speculation.choose(view, proposals)
+        self.times.lap("plan")
+        self.times.move("plan", "propose", seconds)
 
     def _verify(self, schedule: Schedule, proposals: list[Proposal]) -> Verified:
         batch = pack(schedule.works, self.arena, self.speculation.layer_ids)
@@ -252,7 +259,7 @@ class Engine:
         found = self.verifier.verify(output.logits, works) if works else []
         seconds += self.times.lap("sample")
         if all(work.may_draft for work in schedule.works):
-            self.cost.observe(batch.num_rows, seconds)
+            self.cost.observe(batch.num_rows, seconds, int(batch.context_lens.sum()))
         return Verified(batch, output.features, found)
 
     def _commit(self, schedule: Schedule, proposals: list[Proposal], verified: Verified) -> None:
@@ -332,13 +339,17 @@ class Engine:
         taken = request.output.extend(new.token_ids)
         drafted = min(taken, len(new.accepted))
         token_ids = new.token_ids[:taken]
-        sources = [outcome.draft.source] * drafted + [TARGET] * (taken - drafted)
+        sources = [outcome.draft.source_of(i) for i in new.accepted[:drafted]]
+        sources += [TARGET] * (taken - drafted)
         request.tokens.extend(token_ids)
         logprobs = None if new.logprobs is None else new.logprobs[:taken]
+        outcome.accepted = new.accepted
         outcome.num_accepted_drafts = len(new.accepted)
         outcome.num_emitted_drafts = drafted
         outcome.num_new_tokens = taken
         record(self.metrics, outcome)
+        kind = proposal.ask.kind
+        record(self.metrics_by_kind.setdefault(kind, SpeculativeMetrics()), outcome)
         metrics = request.group.metrics
         if metrics.speculative_decoding is not None:
             record(metrics.speculative_decoding, outcome)

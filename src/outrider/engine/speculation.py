@@ -11,22 +11,22 @@ import torch
 from outrider.checks import INT32_MAX, integer, shown
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.engine.answers import check_answer
-from outrider.engine.drafts import cut_depth, cut_unknown, prefix
+from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part
+from outrider.engine.guard import STALL_PER_TOKEN, STALL_SECONDS, Guard
+from outrider.engine.merging import joined
 from outrider.engine.request import Request
-from outrider.engine.scheduler import Work
-from outrider.errors import ConfigError, OutriderError, SourceError
+from outrider.engine.scheduler import Schedule, Work
+from outrider.errors import ConfigError, SamplingError, SourceError
+from outrider.policy.calibration import extended
 from outrider.policy.feedback import DraftOutcome
-from outrider.policy.planner import Policy
+from outrider.policy.restrict import AllowAll, LoadFacts, RequestFacts, Rules
+from outrider.policy.view import Ask, Policy, StepView, narrowed
+from outrider.policy.weights import weight_of
 from outrider.target.base import Target
 from outrider.target.kv import KVArena
+from outrider.terms import Terms
 
-
-@dataclass(slots=True)
-class SourcePlan:
-    """How much one source may draft in this step."""
-
-    source: DraftSource
-    budgets: list[int]  # one per drafting request; 0: it is not asked
+MAX_KINDS = 32  # that are told apart: users may write anything there
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Proposal:
     """A request that gets new tokens in this step, and what came of asking for drafts."""
 
     work: Work
-    drafts: list[Draft]
+    ask: Ask  # as the planner sees it, with what was proposed
     outcome: DraftOutcome
     accepted_ids: list[int] = field(default_factory=list)  # and the bonus token
 
@@ -94,12 +94,15 @@ class Speculation:
         target: Target,
         arena: KVArena,
         needs_probs: bool = False,
+        is_strict: bool = False,
     ) -> None:
         """`needs_probs`: the accept rule computes with the probabilities that drafts carry."""
         for source in sources:
             _check_source(source, target.num_layers)
         self.sources = _with_distinct_names(sources)
         self.planner = planner
+        self.rules: Rules = AllowAll()
+        self.guard = Guard(is_strict)
         self.vocab_size = target.vocab_size
         self.arena = arena
         self._needs_probs = needs_probs
@@ -107,85 +110,95 @@ class Speculation:
         self.layer_ids = tuple(sorted(set(wanted)))
         self._by_name = {source.name: source for source in self.sources}
         self._features: dict[tuple[str, str], list[torch.Tensor]] = {}
-        self._called: set[str] = set()
+        self._kinds: set[str] = {""}
+        self._lengths: dict[tuple[str, str], int] = {}  # of texts when sources last saw them
 
     def bind(self, target: Target, tokenizer: object | None, max_num_seqs: int) -> None:
         """Introduce every source to the target; a refusal on purpose passes as it is."""
         for source in self.sources:
-            self._call(source, "bind", target, tokenizer, max_num_seqs)
+            self.guard.call(source, "bind", target, tokenizer, max_num_seqs)
 
-    def plan(self, proposals: Sequence[Proposal], row_budget: int) -> list[SourcePlan]:
-        """Budgets of every source; requests that finish their prompt in this step get none."""
-        rooms = [
-            proposal.work.request.draft_room if proposal.work.may_draft else 0
-            for proposal in proposals
-        ]
-        if row_budget <= 0 or not any(room > 0 for room in rooms):
-            return []
-        plans = []
-        for source in self.sources:
-            asked = rooms
-            if source.needs_prediction:
-                asked = [
-                    0 if proposal.work.request.context.prediction is None else room
-                    for proposal, room in zip(proposals, rooms, strict=True)
-                ]
-            if any(room > 0 for room in asked):
-                budgets = self.planner.budgets(source, asked, row_budget)
-                if any(budgets):
-                    plans.append(SourcePlan(source, budgets))
-        return plans
-
-    def propose(self, plans: Sequence[SourcePlan], proposals: Sequence[Proposal]) -> None:
-        """Ask the sources; no request and no KV is changed yet.
+    def check_terms(self, terms: Terms) -> None:
+        """Refuse names of sources that are not here; where there are none, all is plain anyway.
 
         Raises:
-            SourceError: a source raised or broke its contract. No request is lost: the next
+            SamplingError: the message names the known ones.
+        """
+        for name in terms.sources or ():
+            if self.sources and name not in self._by_name:
+                raise SamplingError(
+                    f"sources must be of {', '.join(self._by_name)}, got {shown(name)}"
+                )
+
+    def plan(
+        self, schedule: Schedule, row_budget: int, load: LoadFacts, now: float
+    ) -> tuple[StepView, list[Proposal]]:
+        """What may be drafted; requests that finish their prompt in this step get no drafts."""
+        self.guard.begin_step()
+        proposals = [
+            Proposal(
+                work,
+                self._ask_of(work, load, now) if self.sources else Ask(work.request.request_id, 0),
+                DraftOutcome(Draft(), is_greedy=work.request.params.is_greedy),
+            )
+            for work in schedule.works
+            if work.is_last
+        ]
+        context = sum(work.context_len for work in schedule.works)
+        asks = [proposal.ask for proposal in proposals]
+        return StepView(asks, schedule.num_rows, max(0, row_budget), context), proposals
+
+    def propose(self, view: StepView, proposals: Sequence[Proposal]) -> float:
+        """Ask the sources; seconds they took. No request and no KV is changed yet.
+
+        Raises:
+            SourceError: a source failed, and the guard is strict. No request is lost: the next
                 step asks again, and requests can be aborted.
         """
-        for plan in plans:
-            asked = [index for index, budget in enumerate(plan.budgets) if budget > 0]
-            contexts = [
-                self._context(plan.source, proposals[index].work.request) for index in asked
-            ]
-            drafts = self._ask(plan.source, contexts, [plan.budgets[index] for index in asked])
-            for index, draft in zip(asked, drafts, strict=True):
-                if draft.token_ids:
-                    proposals[index].drafts.append(draft)
+        if not view.row_budget or not any(ask.room > 0 for ask in view.asks):
+            return 0.0
+        sources = self.planner.order(self.sources)
+        for source in sources:
+            self._root_drafts(source, view, proposals)
+        for source in sources:
+            if source.can_extend:
+                self._extensions(source, view, proposals)
+        return view.spent
 
-    def choose(self, proposals: Sequence[Proposal], num_rows: int, row_budget: int) -> None:
+    def choose(self, view: StepView, proposals: Sequence[Proposal]) -> None:
         """Cut the proposals to what fits and pays, and reserve KV for their rows."""
-        if not any(proposal.drafts for proposal in proposals):
+        if not any(ask.drafts for ask in view.asks):
             return
-        for proposal in proposals:
-            proposal.drafts = [self._fit(draft, proposal) for draft in proposal.drafts]
-        candidates = [proposal.drafts for proposal in proposals]
-        chosen = self.planner.choose(candidates, num_rows, row_budget)
+        chosen = self.planner.choose(view)
         for proposal, draft in zip(proposals, chosen, strict=True):
             work, causes = proposal.work, proposal.outcome.causes
             room = self.arena.num_available(work.request.request_id) - work.num_rows
             draft = prefix(draft, room)  # KV that is short takes drafts before requests
             self.arena.reserve(work.request.request_id, work.num_rows + len(draft))
-            proposed = max((len(each) for each in proposal.drafts), default=0)
+            proposed = max((len(each) for each in proposal.ask.drafts), default=0)
             if proposed > len(draft):
                 causes["truncated_by_plan"] = proposed - len(draft)
             work.draft = proposal.outcome.draft = draft
 
     def observe(self, proposals: Sequence[Proposal]) -> None:
-        """Tell planner and sources what the target kept."""
+        """Tell planner and sources what the target kept.
+
+        Raises:
+            SourceError: a source failed, and the guard is strict.
+        """
         by_source: dict[str, list[Outcome]] = {}
         for proposal in proposals:
-            draft, kept = proposal.outcome.draft, proposal.outcome.num_accepted_drafts
-            if draft.token_ids:
-                request_id = proposal.work.request.request_id
-                told = Outcome(request_id, draft, kept, proposal.accepted_ids)
-                by_source.setdefault(draft.source, []).append(told)
-                self.planner.observe(draft.source, draft, kept)
-        for name, outcomes in by_source.items():
-            total = sum(outcome.num_accepted_drafts for outcome in outcomes)
-            self.planner.observe_call(name, total)
+            ask, outcome = proposal.ask, proposal.outcome
+            if not ask.drafts:
+                continue
+            self.planner.observe(ask, outcome.draft, proposal.accepted_ids)
+            for draft in ask.drafts if outcome.draft.token_ids else ():
+                if not draft.sources:  # else it goes on from another one
+                    told = _outcome(ask.request_id, draft, outcome, proposal.accepted_ids)
+                    if told.draft.token_ids:
+                        by_source.setdefault(draft.source, []).append(told)
         each_and_then_raise(
-            partial(self._call, self._by_name[name], "observe", outcomes)
+            partial(self._observe_one, self._by_name[name], outcomes)
             for name, outcomes in by_source.items()
         )
 
@@ -193,7 +206,7 @@ class Speculation:
         """Features of newly committed tokens, [m, len(layer_ids) * hidden], until asked for."""
         width = features.shape[1] // len(self.layer_ids)
         for source in self.sources:
-            if source.target_layer_ids:
+            if source.target_layer_ids and not self.guard.is_out(source.name, request_id):
                 places = [self.layer_ids.index(layer) for layer in source.target_layer_ids]
                 taps = [features[:, place * width : (place + 1) * width] for place in places]
                 whole = tuple(source.target_layer_ids) == self.layer_ids
@@ -203,17 +216,156 @@ class Speculation:
     def finish(self, request: Request) -> None:
         """A request came to its end: every source may learn from its whole text."""
         each_and_then_raise(
-            partial(self._call, source, "finish", self._context(source, request))
+            partial(self.guard.tell, source, "finish", self._context(source, request))
             for source in self.sources
+            if not self.guard.is_out(source.name, request.request_id)
         )
 
     def release(self, request_id: str) -> None:
         """Make every source forget a request."""
         for source in self.sources:
             self._features.pop((source.name, request_id), None)
+            self._lengths.pop((source.name, request_id), None)
+        self.planner.forget(request_id)
+        self.guard.forget(request_id)
         each_and_then_raise(
-            partial(self._call, source, "release", request_id) for source in self.sources
+            partial(self.guard.tell, source, "release", request_id) for source in self.sources
         )
+
+    def _ask_of(self, work: Work, load: LoadFacts, now: float) -> Ask:
+        request = work.request
+        terms = request.terms
+        room = request.draft_room if work.may_draft else 0
+        if len(self._kinds) < MAX_KINDS:
+            self._kinds.add(terms.kind)
+        ask = Ask(request.request_id, room, terms.kind if terms.kind in self._kinds else "")
+        ask.has_prediction = request.context.prediction is not None
+        done = request.num_output_tokens
+        if terms.priority or terms.deadline is not None:
+            waited = now - request.group.metrics.arrival_time
+            ask.weight = weight_of(terms, waited, done, request.max_tokens - done)
+        if not isinstance(self.rules, AllowAll) and room > 0:
+            facts = RequestFacts(
+                len(request.tokens),
+                done,
+                terms.tag,
+                terms.kind,
+                terms.priority,
+                request.params.owner,
+                ask.has_prediction,
+            )
+            ask.allowed = self.rules.restrict(facts, load)
+        ask.allowed = narrowed(ask.allowed, terms)
+        if ask.allowed.sources == () or ask.allowed.num_draft_tokens == 0:
+            ask.room = 0
+        return ask
+
+    def _root_drafts(
+        self, source: DraftSource, view: StepView, proposals: Sequence[Proposal]
+    ) -> None:
+        """Ask a source to go on from the text, for those requests that the planner names."""
+        budgets = self.planner.budgets(source, view)
+        asked = [
+            index
+            for index, budget in enumerate(budgets)
+            if budget > 0 and not self.guard.is_off(source.name, view.asks[index].request_id)
+        ]
+        if not asked:
+            return
+        for group in self.guard.groups(source.name, [view.asks[i].request_id for i in asked]):
+            chosen = [proposals[asked[i]] for i in group]
+            contexts = [self._context(source, proposal.work.request) for proposal in chosen]
+            limits = [budgets[asked[i]] for i in group]
+            drafts = self._answers(source, view, "propose", contexts, limits)
+            for proposal, context, draft in zip(chosen, contexts, drafts, strict=True):
+                if draft.token_ids and self._agrees(source, context, draft, proposal.outcome):
+                    proposal.ask.drafts.append(self._fit(draft, proposal))
+
+    def _extensions(
+        self, source: DraftSource, view: StepView, proposals: Sequence[Proposal]
+    ) -> None:
+        """Ask a source to go on from the last token of another one's chain."""
+        wanted = self.planner.extensions(source, view)
+        asked = [
+            index
+            for index, (budget, _) in enumerate(wanted)
+            if budget > 0 and not self.guard.is_off(source.name, view.asks[index].request_id)
+        ]
+        if not asked:
+            return
+        contexts = [self._context(source, proposals[i].work.request) for i in asked]
+        chains = [wanted[i][1].token_ids for i in asked]
+        limits = [wanted[i][0] for i in asked]
+        drafts = self._answers(source, view, "extend", contexts, chains, limits)
+        for index, draft in zip(asked, drafts, strict=True):
+            known, _ = cut_unknown(prefix(draft, wanted[index][0]), self.vocab_size)
+            if known.token_ids and not known.is_tree:
+                view.asks[index].drafts.append(joined(wanted[index][1], known))
+
+    def _answers(
+        self, source: DraftSource, view: StepView, method: str, *given: Sequence[Any]
+    ) -> list[Draft]:
+        """One draft per context, empty ones where the call failed; its seconds are counted."""
+        contexts: Sequence[DraftContext] = given[0]
+        names = [context.request_id for context in contexts]
+        start = perf_counter()
+        try:
+            answer = self.guard.call(source, method, *given)
+            seconds = perf_counter() - start
+            drafts = check_answer(
+                answer, len(contexts), source.name, self.vocab_size, self._needs_probs
+            )
+        except SourceError as error:
+            view.spent += perf_counter() - start
+            self._give_up(source, names, method, error)
+            return [Draft() for _ in contexts]
+        view.spent += seconds
+        new = sum(
+            len(context.token_ids) - self._lengths.get((source.name, context.request_id), 0)
+            for context in contexts
+        )
+        for context in contexts:
+            self._lengths[source.name, context.request_id] = len(context.token_ids)
+        if seconds > STALL_SECONDS + STALL_PER_TOKEN * new:
+            self._give_up(source, names, "stall", None)
+        else:
+            self.guard.went_well(source.name, names)
+        name = source.name if method == "propose" else extended(source.name)
+        self.planner.observe_call(name, len(contexts), seconds)
+        source.cost = self.planner.call_seconds(name) if method == "propose" else source.cost
+        return drafts
+
+    def _give_up(
+        self, source: DraftSource, request_ids: Sequence[str], what: str, error: Exception | None
+    ) -> None:
+        """Leave a source out for these requests for a while, and let it begin them anew."""
+        self.guard.failed(source, what, error)
+        for request_id in request_ids:
+            self.guard.pause(source, request_id)
+            self._features.pop((source.name, request_id), None)
+            self._lengths.pop((source.name, request_id), None)
+            self.guard.tell(source, "release", request_id)
+
+    def _agrees(
+        self, source: DraftSource, context: DraftContext, draft: Draft, outcome: DraftOutcome
+    ) -> bool:
+        """Whether the KV that a source drafted from is that of the text, by its length."""
+        held = source.held_tokens(context.request_id)
+        expected = max(0, len(context.token_ids) - source.kv_lag)
+        if held is None or held == expected:
+            return True
+        outcome.causes["kv_mismatch"] = outcome.causes.get("kv_mismatch", 0) + len(draft)
+        error = SourceError(
+            f"draft source {source.name!r} has KV of {held} tokens of a text of which it must "
+            f"have {expected}"
+        )
+        self._give_up(source, [context.request_id], "kv_mismatch", error)
+        return False
+
+    def _observe_one(self, source: DraftSource, outcomes: Sequence[Outcome]) -> None:
+        if not self.guard.tell(source, "observe", outcomes):
+            for outcome in outcomes:
+                self.guard.pause(source, outcome.request_id)
 
     def _context(self, source: DraftSource, request: Request) -> DraftContext:
         context = request.context
@@ -223,23 +375,6 @@ class Speculation:
         pending = self._features.pop((source.name, request.request_id), [])
         return replace(context, features=torch.cat(pending) if pending else None)
 
-    def _ask(
-        self, source: DraftSource, contexts: list[DraftContext], budgets: list[int]
-    ) -> list[Draft]:
-        start = perf_counter()
-        drafts = self._call(source, "propose", contexts, budgets)
-        self._measure(source, perf_counter() - start)
-        return check_answer(drafts, len(contexts), source.name, self.vocab_size, self._needs_probs)
-
-    def _measure(self, source: DraftSource, seconds: float) -> None:
-        """Running mean of seconds per call; the first call, which may warm up, does not count."""
-        if source.name not in self._called:
-            self._called.add(source.name)
-        elif source.cost == 0.0:
-            source.cost = seconds
-        else:
-            source.cost += 0.1 * (min(seconds, 3 * source.cost) - source.cost)
-
     def _fit(self, draft: Draft, proposal: Proposal) -> Draft:
         outcome = proposal.outcome
         fitting = cut_depth(draft, proposal.work.request.draft_room)
@@ -247,17 +382,16 @@ class Speculation:
             outcome.causes["length"] = len(draft) - len(fitting)
         known, dropped = cut_unknown(fitting, self.vocab_size)
         if dropped:
-            outcome.unknown_depths, outcome.unknown_source = dropped, draft.source
+            outcome.unknown_depths[draft.source] = dropped
         return known
 
-    @staticmethod
-    def _call(source: DraftSource, method: str, *arguments: Any) -> Any:
-        call: Callable[..., Any] = getattr(source, method)
-        try:
-            return call(*arguments)
-        except Exception as error:
-            if method == "bind" and isinstance(error, OutriderError):
-                raise
-            raise SourceError(
-                f"draft source {source.name!r} raised in {method}: {type(error).__name__}: {error}"
-            ) from error
+
+def _outcome(
+    request_id: str, own: Draft, outcome: DraftOutcome, accepted_ids: list[int]
+) -> Outcome:
+    """What one source is told of what was submitted of its draft."""
+    part = shared_part(own, outcome.draft)
+    if part is outcome.draft:
+        return Outcome(request_id, part, outcome.num_accepted_drafts, accepted_ids)
+    accepted = min(matched(part, accepted_ids), outcome.num_accepted_drafts)
+    return Outcome(request_id, part, accepted, accepted_ids[: accepted + 1])

@@ -30,6 +30,11 @@ class StepTimes:
         setattr(self, phase, getattr(self, phase) + seconds)
         return seconds
 
+    def move(self, from_phase: str, to_phase: str, seconds: float) -> None:
+        """Count seconds of one phase for another one, in whose midst they were spent."""
+        setattr(self, from_phase, getattr(self, from_phase) - seconds)
+        setattr(self, to_phase, getattr(self, to_phase) + seconds)
+
     @property
     def total(self) -> float:
         return self.overhead + self.forward + self.propose

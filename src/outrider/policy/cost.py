@@ -1,4 +1,10 @@
-"""What a forward costs on this machine, as a function of its rows, learned while running."""
+"""What a forward costs on this machine, as a function of its rows and of the context they read.
+
+At first a line says how it grows with rows; `measure.py` puts what this machine does in its place.
+Either is corrected by what the steps take.
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,40 +15,84 @@ FEW = 4  # measurements of a row count up to which each one counts at once
 OUTLIER = 3.0  # a step this many times the mean was disturbed by something else
 
 
-class CostModel:
-    """Seconds of a decode step by its rows: running means where measured, between them the prior.
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Seconds of a forward: ``base[i] + per_token[i] * context`` for ``rows[i]`` rows.
 
-    Between two measured row counts the ratio to the prior line is interpolated, beyond them it
-    is kept, and the curve never falls with more rows.
+    `context` is the sum of the tokens that the requests of a forward have in KV.
     """
 
-    def __init__(self, max_rows: int) -> None:
-        self._prior = 1.0 + PRIOR_SLOPE * (np.arange(max_rows + 1) - 1.0)
-        self._mean = np.zeros(max_rows + 1)
-        self._count = np.zeros(max_rows + 1, np.int64)
-        self._curve: list[float] | None = self._prior.tolist()
-        self._news = 0  # measurements that the curve does not know yet
+    rows: tuple[int, ...]  # ascending
+    base: tuple[float, ...]
+    per_token: tuple[float, ...]
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+
+class CostModel:
+    """Seconds of a decode step by its rows and their context.
+
+    Corrections are ratios to the surface, interpolated between the row counts that were seen and
+    kept beyond them; the curve never falls with more rows.
+    """
+
+    def __init__(self, max_rows: int, surface: Surface | None = None) -> None:
+        self.max_rows = max_rows
+        every = np.arange(max_rows + 1)
+        self._base = 1.0 + PRIOR_SLOPE * (every - 1.0)
+        self._per_token = np.zeros(max_rows + 1)
+        self._mean = np.ones(max_rows + 1)  # of seconds over those of the surface
+        self._count = np.zeros(max_rows + 1, np.int64)
+        self._ratio: np.ndarray | None = None
+        self._news = 0  # measurements that the curve does not know yet
+        if surface is not None:
+            self.use(surface)
+
+    def use(self, surface: Surface) -> None:
+        """Take what was measured on this machine; corrections start again."""
+        every = np.arange(self.max_rows + 1)
+        rows, base = np.array(surface.rows), np.array(surface.base)
+        self._base = np.interp(every, rows, base)
+        if len(rows) > 1:  # beyond what was measured it goes on as it was
+            slope = max(0.0, (base[-1] - base[-2]) / (rows[-1] - rows[-2]))
+            self._base += slope * np.maximum(0, every - rows[-1])
+        self._per_token = np.interp(every, rows, surface.per_token)
+        self._count[:] = 0
+        self._ratio = None
+
+    def observe(self, num_rows: int, seconds: float, context: int = 0) -> None:
         """A decode step of this many rows took this long, sampling included."""
+        ratio = seconds / self._expected(num_rows, context)
         count = int(self._count[num_rows])
         mean = float(self._mean[num_rows])
         if count >= 3:
-            seconds = min(seconds, OUTLIER * mean)
+            ratio = min(ratio, OUTLIER * mean)
         weight = max(SMOOTHING, 1.0 / (count + 1))
-        self._mean[num_rows] = mean + weight * (seconds - mean)
+        self._mean[num_rows] = mean + weight * (ratio - mean)
         self._count[num_rows] = count + 1
         self._news += 1
         if count < FEW or self._news >= REFRESH:
-            self._curve = None
+            self._ratio = None
 
-    def curve(self) -> list[float]:
-        """Seconds for 0, 1, 2, … rows (in units of a one-row step before the first measurement)."""
-        if self._curve is None:
-            known = np.flatnonzero(self._count)
-            ratio = np.interp(
-                np.arange(len(self._prior)), known, self._mean[known] / self._prior[known]
-            )
-            curve: list[float] = np.maximum.accumulate(self._prior * ratio).tolist()
-            self._curve, self._news = curve, 0
-        return self._curve
+    def seconds(self, first: int, last: int, context: int = 0) -> list[float]:
+        """Of `first`, `first` + 1, … `last` rows; counts beyond `max_rows` are left out.
+
+        In units of a one-row step before the first measurement.
+        """
+        if self._ratio is None:
+            self._ratio = self._interpolated()
+        part = slice(first, last + 1)
+        surface = self._base[part] + self._per_token[part] * context
+        return np.maximum.accumulate(surface * self._ratio[part]).tolist()
+
+    def curve(self, context: int = 0) -> list[float]:
+        """Seconds for 0, 1, 2, … rows."""
+        return self.seconds(0, self.max_rows, context)
+
+    def _expected(self, num_rows: int, context: int) -> float:
+        return float(self._base[num_rows]) + float(self._per_token[num_rows]) * context
+
+    def _interpolated(self) -> np.ndarray:
+        self._news = 0
+        known = np.flatnonzero(self._count)
+        if not len(known):
+            return np.ones(self.max_rows + 1)
+        return np.interp(np.arange(self.max_rows + 1), known, self._mean[known])

@@ -17,8 +17,9 @@ class DraftOutcome:
     num_emitted_drafts: int = 0  # of these, the ones before the end of the output
     num_new_tokens: int = 0  # emitted in all
     is_greedy: bool = True
-    unknown_depths: Sequence[int] = ()  # of tokens outside the vocabulary, and what followed them
-    unknown_source: str = ""
+    accepted: Sequence[int] = ()  # indices of the accepted draft tokens, by depth
+    # By source, depths of tokens outside the vocabulary, and of what followed them.
+    unknown_depths: dict[str, list[int]] = field(default_factory=dict)
     causes: dict[str, int] = field(default_factory=dict)  # why proposed tokens were not submitted
 
 
@@ -35,14 +36,26 @@ def record(metrics: SpeculativeMetrics, outcome: DraftOutcome) -> None:
         metrics.num_spec_steps += 1
         histogram = metrics.acceptance_histogram
         histogram[emitted] = histogram.get(emitted, 0) + 1
-        _record_drafted(metrics, draft.source, depths(draft))
-        _record_accepted(metrics, draft.source, emitted)
+        for source, source_depths in _by_source(draft).items():
+            _record_drafted(metrics, source, source_depths)
+        path = [draft.source_of(i) for i in outcome.accepted] or [draft.source] * emitted
+        _record_accepted(metrics, path[:emitted])
         _record_rejected(metrics.rejection_causes, outcome)
-    if outcome.unknown_depths:
-        _record_drafted(metrics, outcome.unknown_source, outcome.unknown_depths)
-        _add(metrics.rejection_causes, "out_of_vocabulary", len(outcome.unknown_depths))
+    for source, source_depths in outcome.unknown_depths.items():
+        _record_drafted(metrics, source, source_depths)
+        _add(metrics.rejection_causes, "out_of_vocabulary", len(source_depths))
     for cause, count in outcome.causes.items():
         _add(metrics.rejection_causes, cause, count)
+
+
+def _by_source(draft: Draft) -> dict[str, list[int]]:
+    """Depths of every source's tokens."""
+    if not draft.sources:
+        return {draft.source: depths(draft)}
+    found: dict[str, list[int]] = {}
+    for source, depth in zip(draft.sources, depths(draft), strict=True):
+        found.setdefault(source, []).append(depth)
+    return found
 
 
 def _record_drafted(metrics: SpeculativeMetrics, source: str, draft_depths: Sequence[int]) -> None:
@@ -60,11 +73,12 @@ def _record_drafted(metrics: SpeculativeMetrics, source: str, draft_depths: Sequ
         drafted[depth - 1] += 1
 
 
-def _record_accepted(metrics: SpeculativeMetrics, source: str, count: int) -> None:
-    split = metrics.per_source[source]
-    metrics.num_accepted_draft_tokens += count
-    split.num_accepted_draft_tokens += count
-    for position in range(count):
+def _record_accepted(metrics: SpeculativeMetrics, path: Sequence[str]) -> None:
+    """Sources of the accepted tokens, by depth."""
+    metrics.num_accepted_draft_tokens += len(path)
+    for position, source in enumerate(path):
+        split = metrics.per_source[source]
+        split.num_accepted_draft_tokens += 1
         split.accepted_per_position[position] += 1
 
 

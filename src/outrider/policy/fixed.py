@@ -4,10 +4,14 @@ from collections.abc import Sequence
 
 from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.drafts import prefix
+from outrider.policy.view import Ask, StepView, cap
 
 
 class FixedLength:
     """A Policy that asks every source for the same number of tokens and submits all of them.
+
+    Of several sources the first that has something is submitted, and nothing is learnt. With rules
+    beside it (`Speculation.rules`) it is the planner that goes by rules alone.
 
     Args:
         num_draft_tokens: None: as many as the source makes at most.
@@ -16,26 +20,35 @@ class FixedLength:
     def __init__(self, num_draft_tokens: int | None = None) -> None:
         self._length = num_draft_tokens
 
-    def budgets(self, source: DraftSource, rooms: Sequence[int], row_budget: int) -> list[int]:
-        most = source.max_draft_tokens
-        if self._length is not None:
-            most = min(most, self._length)
-        share = row_budget // max(1, sum(room > 0 for room in rooms))
-        return [max(0, min(room, most, share)) for room in rooms]
+    def order(self, sources: Sequence[DraftSource]) -> Sequence[DraftSource]:
+        return sources
 
-    def choose(
-        self, proposals: Sequence[Sequence[Draft]], num_rows: int, row_budget: int
-    ) -> list[Draft]:
+    def budgets(self, source: DraftSource, view: StepView) -> list[int]:
+        most = source.max_draft_tokens if self._length is None else self._length
+        share = view.row_budget // max(1, sum(ask.room > 0 for ask in view.asks))
+        return [max(0, min(cap(ask, source), most, share)) for ask in view.asks]
+
+    def extensions(self, source: DraftSource, view: StepView) -> list[tuple[int, Draft]]:
+        return [(0, Draft())] * len(view.asks)
+
+    def choose(self, view: StepView) -> list[Draft]:
         """The first source that has something."""
         chosen = []
-        for drafts in proposals:
-            draft = prefix(next((d for d in drafts if d.token_ids), Draft()), row_budget)
-            row_budget -= len(draft)
+        left = view.row_budget
+        for ask in view.asks:
+            draft = prefix(next((d for d in ask.drafts if d.token_ids), Draft()), left)
+            left -= len(draft)
             chosen.append(draft)
         return chosen
 
-    def observe(self, source_name: str, draft: Draft, num_accepted_drafts: int) -> None:
-        """Nothing is learnt."""
+    def observe(self, ask: Ask, submitted: Draft, true_ids: Sequence[int]) -> None:
+        pass
 
-    def observe_call(self, source_name: str, num_accepted_drafts: int) -> None:
-        """Nothing is learnt."""
+    def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
+        pass
+
+    def call_seconds(self, name: str) -> float:
+        return 0.0
+
+    def forget(self, request_id: str) -> None:
+        pass

@@ -1,180 +1,319 @@
-"""Decides how many tokens each source may draft and which of them go to the target.
+"""Decides who drafts how much for each request, and which draft tokens go to the target.
 
-The measure is tokens per second: a draft token adds its chance to survive (the product of the
-confidences down to it) to the tokens of a step, and a row to its cost. Draft tokens of all
-requests are taken in falling order of that chance while the ratio grows. Speculation that does
-not pay is not done.
+The measure is tokens per second. A draft token adds its chance to survive (the product of the
+calibrated confidences down to it) times the weight of its request to the tokens of a step, and a
+row to its seconds. Draft tokens of all requests are taken in falling order of that product while
+the ratio grows. Whether to ask a source is the same question with the seconds of its call added.
+Speculation that does not pay is not done.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from outrider.drafting.source import Draft, DraftSource
-from outrider.engine.drafts import prefix, subset
+from outrider.engine.drafts import matched, prefix, straightened, subset
+from outrider.engine.merging import merge
+from outrider.policy.calibration import Calibration, extended
 from outrider.policy.cost import CostModel
+from outrider.policy.decisions import Decision, Plan
+from outrider.policy.gains import SourceGain, bucket
+from outrider.policy.view import Ask, StepView, cap
 
-DEFAULT_CONFIDENCE = 0.5  # of a source that gives none, before anything was observed
 EXPLORE_EVERY = 64  # one step in so many goes beyond what pays, so that estimates stay alive
-PRIOR_WEIGHT = 4.0  # expected tokens before observations outweigh a source's own confidence
-MEMORY = 200.0  # expected tokens after which older observations fade
-
-
-class Policy(Protocol):
-    """What the engine asks of a plan; `Planner` is the default."""
-
-    def budgets(self, source: DraftSource, rooms: Sequence[int], row_budget: int) -> list[int]: ...
-
-    def choose(
-        self, proposals: Sequence[Sequence[Draft]], num_rows: int, row_budget: int
-    ) -> list[Draft]: ...
-
-    def observe(self, source_name: str, draft: Draft, num_accepted_drafts: int) -> None: ...
-
-    def observe_call(self, source_name: str, num_accepted_drafts: int) -> None: ...
+FLOOR = 0.01  # a token this unlikely is never worth a row
+CHEAP = 0.01  # of a step: a source that takes less is asked without a second thought
+# A source that was not asked has to promise so much more tokens per second to be asked, and one
+# that was asked so much less not to be: estimates move a little in every step.
+HYSTERESIS = 0.01
+KEPT_DECISIONS = 256
 
 
 @dataclass(slots=True)
-class _Record:
-    """How a source's drafts fared against its own expectation."""
+class _Asked:
+    """That a source was asked for a request in this step."""
 
-    expected: float = PRIOR_WEIGHT
-    accepted: float = PRIOR_WEIGHT
-    gain: float = 1.0  # running mean of accepted drafts per call
-    skipped: int = 0  # steps in which it was not asked
+    name: str
+    place: int  # bucket of what was expected without it
+    before: list[Draft]  # of the request, without it
 
-    @property
-    def trust(self) -> float:
-        return self.accepted / self.expected
+
+@dataclass(slots=True)
+class _Step:
+    """What the planner has to remember of a step until its outcome is known."""
+
+    asked: dict[str, list[_Asked]] = field(default_factory=dict)  # by request
+    counts: dict[str, int] = field(default_factory=dict)  # source -> requests
+    chances: dict[int, list[float]] = field(default_factory=dict)  # by identity of the draft
+    threshold: float = 0.0  # worth of a token that pays, as guessed before all are proposed
 
 
 class Planner:
-    """The engine asks `budgets` before proposing and `choose` after it."""
+    """A `Policy` by what pays."""
 
     def __init__(self, cost: CostModel, is_biased_rule: bool = False) -> None:
         """`is_biased_rule`: the accept rule is lossless only if the choice of draft tokens does
         not depend on themselves or on what follows them (all rules but the matching one)."""
         self.cost = cost
+        self.calibration = Calibration()
+        self.gains: dict[str, SourceGain] = {}
+        self._plans: deque[Plan] = deque(maxlen=KEPT_DECISIONS)
         self._is_biased_rule = is_biased_rule
-        self._records: dict[str, _Record] = {}
-        self._steps = 0
+        self._num_steps = 0
+        self._view: StepView | None = None
+        self._step = _Step()
 
-    def budgets(self, source: DraftSource, rooms: Sequence[int], row_budget: int) -> list[int]:
-        """Most tokens to draft for each request, given how many could be of use to it."""
-        record = self._record(source.name)
-        curve = self.cost.curve()
-        step_seconds = curve[min(len(rooms), len(curve) - 1)]
-        if source.cost * len(rooms) > record.gain * step_seconds:
-            record.skipped += 1
-            if record.skipped % EXPLORE_EVERY:
-                return [0] * len(rooms)
-        most = min(source.max_draft_tokens, row_budget)
-        return [max(0, min(room, most)) for room in rooms]
+    @property
+    def decisions(self) -> list[Decision]:
+        """The newest steps that had drafts, oldest first, and why they chose what they chose."""
+        return [plan.decision() for plan in self._plans]
 
-    def choose(
-        self, proposals: Sequence[Sequence[Draft]], num_rows: int, row_budget: int
-    ) -> list[Draft]:
-        """One draft per request, cut to what pays in a forward of `num_rows` text rows."""
-        self._steps += 1
+    def order(self, sources: Sequence[DraftSource]) -> Sequence[DraftSource]:
+        """Those that cost next to nothing as they were given, then the others, cheap ones first."""
+        if self._is_biased_rule or len(sources) < 2:
+            return sources
+        step = self.cost.seconds(1, 1)[0]
+        costs = {source.name: self.call_seconds(source.name) for source in sources}
+        return sorted(sources, key=lambda s: costs[s.name] if costs[s.name] > CHEAP * step else 0)
+
+    def budgets(self, source: DraftSource, view: StepView) -> list[int]:
+        """Most tokens to draft for each request; 0 where asking would not pay."""
+        self._begin(view)
+        most = [min(cap(ask, source), view.row_budget) for ask in view.asks]
+        able = [index for index, tokens in enumerate(most) if tokens > 0]
+        if not able:
+            return [0] * len(most)
+        chosen = self._worth_asking(source.name, able, view)
+        return [tokens if index in chosen else 0 for index, tokens in enumerate(most)]
+
+    def extensions(self, source: DraftSource, view: StepView) -> list[tuple[int, Draft]]:
+        """Where a chain of another source ends so surely that more of it would pay."""
+        nothing = [(0, Draft())] * len(view.asks)
+        if self._is_biased_rule or not view.row_budget:
+            return nothing
+        self._begin(view)
+        threshold = self._usual_threshold(view)
+        found: dict[int, tuple[int, Draft]] = {}
+        for index, ask in enumerate(view.asks):
+            chains = [d for d in ask.drafts if d.token_ids and not d.is_tree]
+            if not chains or not cap(ask, source):
+                continue
+            base = max(chains, key=lambda draft: sum(self._chances(draft, ask)))
+            chances = self._chances(base, ask)
+            bound = ask.allowed.num_draft_tokens
+            room = min(cap(ask, source), (bound or ask.room) - len(base), ask.room - len(base))
+            is_sure = len(chances) == len(base) and chances[-1] * ask.weight > threshold
+            if is_sure and room > 0 and source.name not in (base.source, *base.sources):
+                found[index] = (room, base)
+        if not found:
+            return nothing
+        chosen = self._worth_asking(extended(source.name), list(found), view)
+        return [found[i] if i in chosen else (0, Draft()) for i in range(len(view.asks))]
+
+    def choose(self, view: StepView) -> list[Draft]:
+        """One draft per request, merged and cut to what pays."""
+        self._begin(view)
+        self._num_steps += 1
+        self._view = None
         if self._is_biased_rule:
-            return self._choose_in_order(proposals, num_rows, row_budget)
-        best: list[Draft] = []
+            return self._choose_in_order(view)
+        merged: list[Draft] = []
         chances: list[list[float]] = []
-        for drafts in proposals:
-            scored = [(self._survival(draft), draft) for draft in drafts]
-            chance, draft = max(scored, key=lambda pair: sum(pair[0]), default=([], Draft()))
-            best.append(draft)
+        for ask in view.asks:
+            draft, chance = self._merged(ask)
+            merged.append(draft)
             chances.append(chance)
-        flat = [chance for row in chances for chance in row]
-        if not flat:
-            return best
-        threshold = self._threshold(flat, len(proposals), num_rows, row_budget)
-        return _cut(best, chances, threshold, row_budget)
+        threshold, seconds = self._threshold(view, chances)
+        chosen = _cut(view, merged, chances, threshold)
+        if any(ask.drafts for ask in view.asks):
+            plan = Plan(self._num_steps, view, self._step.counts, self._step.chances)
+            plan.chosen, plan.survival, plan.seconds = chosen, chances, seconds
+            self._plans.append(plan)
+        return chosen
 
-    def observe(self, source_name: str, draft: Draft, num_accepted_drafts: int) -> None:
-        """What the accept rule kept of a submitted draft."""
-        record = self._record(source_name)
-        fade = min(1.0, MEMORY / record.expected)
-        record.expected = fade * record.expected + sum(_products(draft))
-        record.accepted = fade * record.accepted + num_accepted_drafts
+    def observe(self, ask: Ask, submitted: Draft, true_ids: Sequence[int]) -> None:
+        """Learn how right every proposal was, and what asking for it brought."""
+        for draft in ask.drafts:
+            if draft.token_ids:
+                self.calibration.observe(draft, ask.kind, true_ids)
+        num_accepted = min(len(true_ids) - 1, matched(submitted, true_ids))
+        for asked in self._step.asked.pop(ask.request_id, ()):
+            before = max((matched(draft, true_ids) for draft in asked.before), default=0)
+            brought = max(0, num_accepted - before)
+            rows = _num_rows(submitted, asked.name)
+            gain = self._gain(asked.name)
+            gain.observe(ask.kind, ask.request_id, asked.place, brought, rows)
 
-    def observe_call(self, source_name: str, num_accepted_drafts: int) -> None:
-        """How many tokens one call of a source brought to all its requests together."""
-        record = self._record(source_name)
-        record.gain += 0.1 * (num_accepted_drafts - record.gain)
+    def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
+        """A call was made; what it brought is told by `observe`."""
+        self._gain(name).cost.observe(num_requests, seconds)
 
-    def _record(self, source_name: str) -> _Record:
-        record = self._records.get(source_name)
-        if record is None:
-            record = self._records[source_name] = _Record()
-        return record
+    def call_seconds(self, name: str) -> float:
+        return self._gain(name).cost.seconds(1)
 
-    def _survival(self, draft: Draft) -> list[float]:
-        trust = min(1.0, self._record(draft.source).trust)
-        return [trust * chance for chance in _products(draft)]
+    def forget(self, request_id: str) -> None:
+        for gain in self.gains.values():
+            gain.forget(request_id)
+
+    def _begin(self, view: StepView) -> None:
+        if self._view is not view:
+            self._view, self._step = view, _Step()
+
+    def _gain(self, name: str) -> SourceGain:
+        gain = self.gains.get(name)
+        if gain is None:
+            gain = self.gains[name] = SourceGain()
+        return gain
+
+    def _chances(self, draft: Draft, ask: Ask) -> list[float]:
+        chances = self._step.chances.get(id(draft))
+        if chances is None:
+            chances = self.calibration.chances(draft, ask.kind, FLOOR)
+            self._step.chances[id(draft)] = chances
+        return chances
+
+    def _expected(self, ask: Ask) -> float:
+        """Accepted tokens that the drafts so far promise, the best of them alone."""
+        return max((sum(self._chances(d, ask)) for d in ask.drafts if d.token_ids), default=0.0)
+
+    def _worth_asking(self, name: str, able: Sequence[int], view: StepView) -> set[int]:
+        """Requests for which a source is asked: those that raise tokens per second together."""
+        gain = self._gain(name)
+        plain = self.cost.seconds(view.num_rows, view.num_rows, view.context)[0]
+        # Under a biased rule what is proposed has no say in who else is asked.
+        expected = [0.0 if self._is_biased_rule else self._expected(ask) for ask in view.asks]
+        if gain.cost.seconds(len(able)) < CHEAP * plain:
+            chosen = set(able)
+        else:
+            chosen = self._paying(gain, able, view, expected)
+        gain.is_on = bool(chosen)
+        if gain.is_due(bool(chosen), EXPLORE_EVERY):
+            chosen = {able[self._num_steps % len(able)]}
+        self._step.counts[name] = len(chosen)
+        for index in chosen:
+            ask = view.asks[index]
+            asked = _Asked(name, bucket(expected[index]), list(ask.drafts))
+            self._step.asked.setdefault(ask.request_id, []).append(asked)
+        return chosen
+
+    def _paying(
+        self, gain: SourceGain, able: Sequence[int], view: StepView, expected: Sequence[float]
+    ) -> set[int]:
+        asks = view.asks
+        worth = {
+            index: asks[index].weight
+            * gain.expect(asks[index].kind, asks[index].request_id, bucket(expected[index]))
+            for index in able
+        }
+        falling = sorted(able, key=lambda index: -worth[index])
+        # Rows that the drafts so far will add: about as many as the tokens they promise.
+        rows = min(view.row_budget, round(1.5 * sum(expected)))
+        first = view.num_rows + rows
+        last = first + round(gain.rows * len(falling))
+        curve = self.cost.seconds(first, last, view.context)
+        tokens = sum(ask.weight * (1.0 + value) for ask, value in zip(asks, expected, strict=True))
+        best = tokens / (curve[0] + view.spent) * (1 + (-HYSTERESIS if gain.is_on else HYSTERESIS))
+        count = 0
+        for number, index in enumerate(falling, 1):
+            tokens += worth[index]
+            added = min(len(curve) - 1, round(gain.rows * number))
+            rate = tokens / (curve[added] + view.spent + gain.cost.seconds(number))
+            if rate > best:
+                best, count = rate, number
+        return set(falling[:count])
+
+    def _merged(self, ask: Ask) -> tuple[Draft, list[float]]:
+        drafts = [draft for draft in ask.drafts if draft.token_ids]
+        if not drafts:
+            return Draft(), []
+        return merge(drafts, [self._chances(draft, ask) for draft in drafts])
 
     def _threshold(
-        self, chances: list[float], num_requests: int, num_rows: int, row_budget: int
-    ) -> float:
-        """Smallest chance worth a row: the one at which tokens per second are highest."""
-        falling = sorted(chances, reverse=True)[:row_budget]
-        seconds = self.cost.curve()[num_rows : num_rows + len(falling) + 1]
-        tokens, count = float(num_requests), 0
-        best = tokens / seconds[0]
-        for i, (chance, cost) in enumerate(zip(falling, seconds[1:], strict=False), 1):
-            tokens += chance
-            if tokens / cost > best:
-                best, count = tokens / cost, i
-        if self._steps % EXPLORE_EVERY == 0:
-            count = min(len(falling), max(count + 4, 2 * count))
-        return falling[count - 1] if count else 2.0
+        self, view: StepView, chances: Sequence[Sequence[float]]
+    ) -> tuple[float, list[float]]:
+        """Smallest worth of a token that pays for its row, and the seconds of each row count."""
+        worth = [
+            ask.weight * chance
+            for ask, row in zip(view.asks, chances, strict=True)
+            for chance in row
+        ]
+        worth.sort(reverse=True)
+        del worth[view.row_budget :]
+        first = view.num_rows
+        seconds = self.cost.seconds(first, first + len(worth), view.context)
+        tokens = sum(ask.weight for ask in view.asks)
+        spent, count = view.spent, 0
+        best = tokens / (seconds[0] + spent)
+        for number, (more, cost) in enumerate(zip(worth, seconds[1:]), 1):  # noqa: B905
+            tokens += more
+            rate = tokens / (cost + spent)
+            if rate > best:
+                best, count = rate, number
+        if self._num_steps % EXPLORE_EVERY == 0:
+            count = min(len(worth), max(count + 4, 2 * count))
+        return (worth[count - 1] if count else float("inf")), seconds
 
-    def _choose_in_order(
-        self, proposals: Sequence[Sequence[Draft]], num_rows: int, row_budget: int
-    ) -> list[Draft]:
+    def _usual_threshold(self, view: StepView) -> float:
+        """What a token has to be worth at about the rows that the drafts so far will add."""
+        if self._step.threshold:
+            return self._step.threshold
+        chances = [self._chances(d, ask) for ask in view.asks for d in ask.drafts[:1]]
+        first = view.num_rows + min(sum(map(len, chances)), view.row_budget)
+        row, now = self._row_seconds(first, view)
+        weight = sum(ask.weight for ask in view.asks) + sum(map(sum, chances))
+        self._step.threshold = max(FLOOR, row * weight / (now + view.spent))
+        return self._step.threshold
+
+    def _row_seconds(self, num_rows: int, view: StepView) -> tuple[float, float]:
+        """Seconds that one more row takes, and those of `num_rows` rows."""
+        seconds = self.cost.seconds(num_rows, num_rows + 8, view.context)
+        return (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1), seconds[0]
+
+    def _choose_in_order(self, view: StepView) -> list[Draft]:
         """The first source that has something, up to where its earlier tokens survive enough."""
-        curve = self.cost.curve()
-        last = len(curve) - 1
-        row = (curve[min(num_rows + 8, last)] - curve[min(num_rows, last)]) / 8
-        threshold = row * max(1, len(proposals)) / curve[min(num_rows, last)]
+        left = view.row_budget
+        row, now = self._row_seconds(view.num_rows, view)
+        threshold = row * max(1, len(view.asks)) / now
         chosen = []
-        for drafts in proposals:
-            draft = next((draft for draft in drafts if draft.token_ids), Draft())
-            products = _products(draft)
+        for ask in view.asks:
+            draft = next((draft for draft in ask.drafts if draft.token_ids), Draft())
+            products = self._chances(draft, ask) if draft.token_ids else []
+            products = [*products, *[0.0] * (len(draft) - len(products))]
             parents = draft.parents or range(-1, len(draft) - 1)
+            most = left if ask.allowed.num_draft_tokens is None else ask.allowed.num_draft_tokens
             kept = [
                 i for i, parent in enumerate(parents) if parent < 0 or products[parent] >= threshold
-            ][:row_budget]
-            row_budget -= len(kept)
+            ][: min(left, most)]
+            left -= len(kept)
             chosen.append(subset(draft, kept))
         return chosen
 
 
-def _products(draft: Draft) -> list[float]:
-    """Chance of every token that it and all before it on its path are accepted."""
-    confidence = draft.confidence or [DEFAULT_CONFIDENCE] * len(draft)
-    products: list[float] = []
-    if not draft.is_tree:
-        chance = 1.0
-        for value in confidence:
-            chance *= min(1.0, value)
-            products.append(chance)
-        return products
-    for value, parent in zip(confidence, draft.parents, strict=True):
-        products.append(min(1.0, value) * (products[parent] if parent >= 0 else 1.0))
-    return products
+def _num_rows(submitted: Draft, name: str) -> int:
+    """Rows of the target that a source's tokens took."""
+    base = name.removesuffix(extended(""))
+    if submitted.sources:
+        return submitted.sources.count(base)
+    return len(submitted) if submitted.source == base else 0
 
 
 def _cut(
-    drafts: list[Draft], chances: list[list[float]], threshold: float, row_budget: int
+    view: StepView,
+    drafts: Sequence[Draft],
+    chances: Sequence[Sequence[float]],
+    threshold: float,
 ) -> list[Draft]:
-    cut = []
-    for draft, chance in zip(drafts, chances, strict=True):
+    cut: list[Draft] = []
+    left = view.row_budget
+    for ask, draft, chance in zip(view.asks, drafts, chances, strict=True):
+        least = threshold / ask.weight
         if draft.is_tree:
-            kept = subset(draft, [i for i, value in enumerate(chance) if value >= threshold])
+            rows = [i for i, value in enumerate(chance) if value >= least]
+            kept = straightened(subset(draft, rows))
         else:
-            kept = prefix(draft, sum(value >= threshold for value in chance))
-        kept = prefix(kept, row_budget)
-        row_budget -= len(kept)
+            kept = prefix(draft, sum(value >= least for value in chance))
+        most = ask.allowed.num_draft_tokens
+        kept = prefix(kept, left if most is None else min(left, most))
+        left -= len(kept)
         cut.append(kept)
     return cut

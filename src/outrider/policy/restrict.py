@@ -29,8 +29,9 @@ class LoadFacts:
     batch_size: int = 0  # requests that take part in the step
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of the target's KV pages in use
-    health: Mapping[str, float] = field(default_factory=dict)  # by source: share of calls that
-    # went well lately, 1.0 before the first
+    # By source the share of calls that went well lately; one that is not listed is well.
+    health: Mapping[str, float] = field(default_factory=dict)
+    memory_usage: float = 0.0  # share of the machine's memory in use
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,116 @@
+"""What asking a source brings, as a function of what is there without it, and what it costs.
+
+A drafter that costs milliseconds pays where nobody else has much to say. So its gain is learnt by
+how many tokens the drafts before it are expected to bring, and by request: the accepted tokens of
+a step less those that the drafts before it would have brought alone, which the true text tells.
+"""
+
+from dataclasses import dataclass, field
+
+TOPS = (0.25, 0.75, 1.5, 3.0, 6.0)  # expected tokens of the drafts before; the last has no top
+# Taken for granted at first, so that every source is tried. In accepted tokens per request asked.
+PRIOR = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2)
+PRIOR_WEIGHT = 4.0
+MEMORY = 100.0  # answers beyond which older ones fade
+REQUEST_WEIGHT = 2.0  # tokens that a request's own experience is weighed against
+REQUEST_MEMORY = 16.0
+SMOOTHING = 0.1
+LONGEST_INTERVAL = 1024  # steps between trials of a source that keeps bringing nothing
+OUTLIER = 3.0  # a call this many times as long as expected was disturbed by something else
+
+
+def bucket(expected: float) -> int:
+    """Class of the number of tokens expected without the source."""
+    return sum(expected >= top for top in TOPS)
+
+
+@dataclass(slots=True)
+class CallCost:
+    """Seconds of a call by the number of requests in it: a line, fitted as calls are seen."""
+
+    base: float = 0.0
+    per_request: float = 0.0
+    num_calls: int = 0
+    # Running means of n, n², seconds, n · seconds.
+    _means: list[float] = field(default_factory=lambda: [0.0] * 4)
+
+    def seconds(self, num_requests: int) -> float:
+        return self.base + self.per_request * num_requests
+
+    def observe(self, num_requests: int, seconds: float) -> None:
+        """The first call, which may warm up, does not count."""
+        self.num_calls += 1
+        if self.num_calls == 1:
+            return
+        if self.num_calls > 4:
+            seconds = min(seconds, OUTLIER * self.seconds(num_requests))
+        weight = max(SMOOTHING / 4, 1.0 / (self.num_calls - 1))
+        new = (num_requests, num_requests**2, seconds, num_requests * seconds)
+        self._means = [m + weight * (v - m) for m, v in zip(self._means, new, strict=True)]
+        n, squares, mean, product = self._means
+        spread = squares - n * n
+        slope = (product - n * mean) / spread if spread > 0.1 else mean / n / 2
+        self.per_request = min(max(0.0, slope), mean / n)
+        self.base = max(0.0, mean - self.per_request * n)
+
+
+@dataclass(slots=True)
+class SourceGain:
+    """What one source brought, by kind and bucket, and what its calls cost."""
+
+    cost: CallCost = field(default_factory=CallCost)
+    rows: float = 2.0  # draft rows submitted per request asked, running mean
+    skipped: int = 0  # steps since it was last asked
+    interval: int = 0  # steps after which it is tried all the same
+    is_on: bool = True  # it was asked in the last step, by what it brings
+    _sums: dict[str, list[list[float]]] = field(default_factory=dict)  # kind -> [weight, tokens]
+    _requests: dict[str, list[float]] = field(default_factory=dict)  # [expected, found]
+
+    def is_due(self, is_asked: bool, usual: int) -> bool:
+        """Count a step; True when a source that is not asked is to be tried all the same.
+
+        The longer it has brought nothing, the rarer: twice as many steps after every trial.
+        """
+        if is_asked:
+            self.skipped, self.interval = 0, usual
+            return False
+        self.skipped += 1
+        if self.skipped < max(self.interval, usual):
+            return False
+        self.skipped, self.interval = 0, min(LONGEST_INTERVAL, 2 * max(self.interval, usual))
+        return True
+
+    def expect(self, kind: str, request_id: str, place: int) -> float:
+        """Accepted tokens that asking for this request adds, in a bucket."""
+        weight, tokens = self._row(kind)[place]
+        mean = tokens / weight
+        own = self._requests.get(request_id)
+        if own is not None:
+            mean *= (own[1] + REQUEST_WEIGHT) / (own[0] + REQUEST_WEIGHT)
+        return mean
+
+    def observe(self, kind: str, request_id: str, place: int, tokens: float, rows: int) -> None:
+        """Asking brought this many accepted tokens more, and this many rows to the target."""
+        cell = self._row(kind)[place]
+        own = self._requests.setdefault(request_id, [0.0, 0.0])
+        if own[0] > REQUEST_MEMORY:
+            own[:] = [value / 2 for value in own]
+        own[0] += cell[1] / cell[0]
+        own[1] += tokens
+        for row in {id(row): row for row in (self._row(kind), self._row(""))}.values():
+            if row[place][0] > MEMORY:
+                row[place] = [value / 2 for value in row[place]]
+            row[place][0] += 1
+            row[place][1] += tokens
+        self.rows += SMOOTHING * (rows - self.rows)
+
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def _row(self, kind: str) -> list[list[float]]:
+        row = self._sums.get(kind)
+        if row is None:
+            start = self._sums.get("")
+            means = PRIOR if start is None else [tokens / weight for weight, tokens in start]
+            row = self._sums[kind] = [[PRIOR_WEIGHT, PRIOR_WEIGHT * mean] for mean in means]
+        return row
