@@ -21,6 +21,7 @@ ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
 COMMANDS = ("generate", "chat", "compare", "demo")
 GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
     "bench": ("peers",),  # runs on its own too
+    "policy": ("check", "explain", "schema"),
     "table": ("build", "inspect", "coverage", "merge", "prune"),
     "train": ("data", "features", "run", "eval", "calibrate"),
 }
