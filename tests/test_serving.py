@@ -42,7 +42,8 @@ def test_a_completion_is_the_text_of_the_python_api(stream):
             text = found["choices"][0]["text"]
             assert found["object"] == "text_completion" and found["id"].startswith("cmpl-")
             assert found["usage"] == {
-                "prompt_tokens": 4, "completion_tokens": 24, "total_tokens": 28
+                "prompt_tokens": 4, "completion_tokens": 24, "total_tokens": 28,
+                "prompt_tokens_details": {"cached_tokens": 0},
             }  # fmt: skip
     assert text == expected.outputs[0].text
 
@@ -206,10 +207,20 @@ def test_logprobs_of_a_chat_have_the_likeliest_in_order():
 
 def test_every_parameter_of_the_sampling_reaches_the_engine():
     settings = {
-        **{"temperature": 0.9, "top_p": 0.8, "top_k": 12, "min_p": 0.01, "seed": 7},
-        **{"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
-        **{"min_tokens": 4, "max_tokens": 20, "stop": ["q"], "stop_token_ids": [5]},
-        **{"banned_token_ids": [9], "include_stop_str_in_output": True},
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "top_k": 12,
+        "min_p": 0.01,
+        "seed": 7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "min_tokens": 4,
+        "max_tokens": 20,
+        "stop": ["q"],
+        "stop_token_ids": [5],
+        "banned_token_ids": [9],
+        "include_stop_str_in_output": True,
     }
     for changes in ({}, {"seed": 8}, {"logit_bias": {"3": 4.5}}, {"allowed_token_ids": [1, 2, 3]}):
         given = settings | changes

@@ -222,27 +222,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid4().hex}"
 
 
-def usage(results: Sequence[RequestOutput], predicting: Sequence[str]) -> dict[str, Any]:
-    """Tokens of all prompts and choices; `predicting` are the sources that draft predictions."""
-    num_prompt = sum(len(result.prompt_token_ids) for result in results)
-    num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
-    found: dict[str, Any] = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-    }
-    told = [result.metrics.speculative_decoding for result in results]
-    splits = [m.per_source[name] for m in told if m for name in predicting if name in m.per_source]
-    if predicting:
-        accepted = sum(split.num_accepted_draft_tokens for split in splits)
-        drafted = sum(split.num_draft_tokens for split in splits)
-        found["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        }
-    return found
-
-
 def _piece(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from outrider import __version__
 from outrider.llm import LLM
@@ -15,10 +15,15 @@ from outrider.serving.http import Edge, JSONBody, error_response, not_found
 from outrider.serving.service import Service, Settings
 
 
-def create_app(llm: LLM, settings: Settings | None = None) -> ASGIApp:
+def create_app(llm: LLM, settings: Settings | None = None) -> Edge:
     """An ASGI app that serves one model; the engine starts and ends with its lifespan."""
     service = Service(llm, settings or Settings())
-    return Edge(_routes(service), service.count)
+    return Edge(_routes(service), service.metrics.call)
+
+
+def service_of(app: Edge) -> Service:
+    """What an app of `create_app` serves."""
+    return app.inner.state.service
 
 
 def _routes(service: Service) -> FastAPI:
@@ -74,6 +79,10 @@ def _add_health(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         is_ready = service.worker.is_alive and not service.is_draining
         return JSONBody({"ready": is_ready}, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 def authorize(service: Service, request: Request) -> None:

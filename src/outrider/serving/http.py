@@ -12,9 +12,9 @@ from time import perf_counter
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from outrider.checks import shown
 from outrider.serving.errors import ApiError, to_json
@@ -151,14 +151,14 @@ def _no_number(text: str) -> float:
 class Edge:
     """Around the whole app: an id and a log line for every call, and no exception passes."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+    def __init__(self, app: FastAPI, count: Callable[[str, int], None]) -> None:
         """`count` is told the path and the status of every call that has ended."""
-        self._app = app
+        self.inner = app
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.inner(scope, receive, send)
             return
         headers = dict(scope["headers"])
         record = {"request_id": _request_id(headers), "method": scope["method"]}
@@ -177,7 +177,7 @@ class Edge:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self.inner(scope, receive, send_with_id)
         except Disconnected:
             status = GONE
         except Exception:

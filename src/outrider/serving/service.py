@@ -18,13 +18,16 @@ from outrider.llm import LLM
 from outrider.prompts import Submission
 from outrider.results import RequestOutput
 from outrider.serving import chat
-from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id, usage
+from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id
 from outrider.serving.errors import ApiError, refused
 from outrider.serving.http import EventStream, JSONBody, read_json, until_disconnect
 from outrider.serving.limits import Keys, Limits
+from outrider.serving.metrics import Metrics, Watch
+from outrider.serving.numbers import request_metrics, usage
 from outrider.serving.parsers import REASONING_PARSERS
 from outrider.serving.protocol import Call, ChatCall, CompletionCall, parse
-from outrider.serving.worker import EngineFailure, Ticket, Worker
+from outrider.serving.trace import Trace
+from outrider.serving.worker import EngineFailure, Item, Ticket, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -74,19 +77,24 @@ class Service:
         running = llm.engine.scheduler.max_requests
         waiting = running if settings.max_waiting is None else settings.max_waiting
         self.limits = Limits(running, waiting, settings.max_calls_per_key)
-        self.worker = Worker(llm.engine)
+        self.metrics = Metrics(llm.engine, self.model)
+        self.trace = None if settings.trace is None else Trace(settings.trace, llm.engine)
+        self.worker = Worker(llm.engine, None if self.trace is None else self.trace.step)
         self.is_draining = False
 
     def start(self) -> None:
         """Begin to serve, in the event loop that does."""
         self.worker.start()
 
+    def drain(self) -> None:
+        """Take no more calls; those under way go on."""
+        self.is_draining = True
+
     def stop(self) -> None:
         """End; what is unfinished is aborted."""
         self.worker.stop()
-
-    def count(self, path: str, status: int) -> None:
-        """A call has ended."""
+        if self.trace is not None:
+            self.trace.close()
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
@@ -180,43 +188,49 @@ class Service:
     async def _collect(
         self, ticket: Ticket, answer: Answer, record: dict[str, Any]
     ) -> dict[str, Any]:
-        results: dict[int, RequestOutput] = {}
-        try:
-            async for items in ticket:
-                results |= {i.prompt: i.chunk.result for i in items if i.chunk.result}
-        except EngineFailure as error:
-            raise ApiError(500, str(error), code="engine_failure") from error
-        ordered = [results[prompt] for prompt in sorted(results)]
-        return answer.whole(ordered) | self._numbers(ordered, answer.call, record)
+        seen = _Seen(answer.call, record, self.metrics.watch())
+        async for items in _told(ticket):
+            seen.take(items)
+        return answer.whole(seen.ordered) | self._numbers(seen)
 
     async def _events(
         self, ticket: Ticket, answer: Answer, record: dict[str, Any]
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        results: dict[int, RequestOutput] = {}
+        seen = _Seen(answer.call, record, self.metrics.watch())
         n = answer.call.num_choices
-        try:
-            async for items in ticket:
-                bodies = []
-                for prompt, chunk, _ in items:
-                    bodies += answer.chunk(prompt * n + chunk.index, chunk)
-                    if chunk.result is not None:
-                        results[prompt] = chunk.result
-                yield bodies
-        except EngineFailure as error:
-            raise ApiError(500, str(error), code="engine_failure") from error
-        ordered = [results[prompt] for prompt in sorted(results)]
-        numbers = self._numbers(ordered, answer.call, record)
+        async for items in _told(ticket):
+            seen.take(items)
+            yield [
+                body
+                for prompt, chunk, _ in items
+                for body in answer.chunk(prompt * n + chunk.index, chunk)
+            ]
+        numbers = self._numbers(seen)
         if answer.shows_usage:
             yield [answer.last(numbers)]
 
-    def _numbers(
-        self, results: Sequence[RequestOutput], call: Call, record: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Usage, and the metrics where they are asked for; what is told goes to the log too."""
-        predicting = self._predicting if call.prediction is not None else []
-        counted = usage(results, predicting)
-        record |= {name: counted[name] for name in ("prompt_tokens", "completion_tokens")}
-        return {"usage": counted}
+    def _numbers(self, seen: "_Seen") -> dict[str, Any]:
+        """Usage, and metrics where they are asked for; the log and the histograms learn too."""
+        call, results = seen.call, seen.ordered
+        numbers = usage(results, self._predicting if call.prediction is not None else [])
+        for result in results:
+            self.metrics.ended(result, call.num_choices, call.max_tokens)
+        reasons = [output.finish_reason for result in results for output in result.outputs]
+        seen.record |= {
+            "prompt_tokens": numbers["prompt_tokens"],
+            "completion_tokens": numbers["completion_tokens"],
+            "finish_reasons": reasons,
+        }
+        told = {"usage": numbers}
+        wanted = call.include_metrics
+        if self.settings.includes_metrics if wanted is None else wanted:
+            told |= request_metrics(results, self._num_spec_tokens)
+        return told
+
+    @property
+    def _num_spec_tokens(self) -> int:
+        sources = self.llm.engine.speculation.sources
+        return max((source.max_draft_tokens for source in sources), default=0)
 
     @property
     def _source_names(self) -> list[str]:
@@ -226,6 +240,34 @@ class Service:
     def _predicting(self) -> list[str]:
         sources = self.llm.engine.speculation.sources
         return [source.name for source in sources if source.needs_prediction]
+
+
+class _Seen:
+    """What has come of one call."""
+
+    def __init__(self, call: Call, record: dict[str, Any], watch: Watch) -> None:
+        self.call = call
+        self.record = record  # for the log
+        self._watch = watch
+        self._results: dict[int, RequestOutput] = {}
+
+    def take(self, items: Sequence[Item]) -> None:
+        self._watch.see(items)
+        self._results |= {item.prompt: item.chunk.result for item in items if item.chunk.result}
+
+    @property
+    def ordered(self) -> list[RequestOutput]:
+        """Results in the order of the prompts."""
+        return [self._results[prompt] for prompt in sorted(self._results)]
+
+
+async def _told(ticket: Ticket) -> AsyncGenerator[list[Item], None]:
+    """What the ticket brings; a failure of the engine becomes a 500."""
+    try:
+        async for items in ticket:
+            yield items
+    except EngineFailure as error:
+        raise ApiError(500, str(error), code="engine_failure") from error
 
 
 def _read(reading: Any) -> Any:

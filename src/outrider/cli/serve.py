@@ -1,0 +1,94 @@
+"""`outrider serve`: the model behind an OpenAI-compatible HTTP API."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.options import ModelOptions, text_or_file
+from outrider.errors import ConfigError, MissingDependency
+
+LIMITS_PANEL = "Limits"
+
+
+def serve(
+    model: ModelOptions,
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that clients have to show; may be repeated. @FILE: one key a line.",
+            metavar="KEY|@FILE",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: its own name.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(help="'think' tells <think>…</think> apart, as reasoning_content."),
+    ] = None,
+    enable_per_request_metrics: Annotated[
+        bool,
+        typer.Option("--enable-per-request-metrics", help="Tell vLLM's metrics in every answer."),
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of the engine's steps.")
+    ] = None,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Answers that may wait for a seat, others get 429. Default: --max-num-seqs.",
+            rich_help_panel=LIMITS_PANEL,
+        ),
+    ] = None,
+    max_calls_per_key: Annotated[
+        int | None,
+        typer.Option(min=1, help="Calls under way with one API key.", rich_help_panel=LIMITS_PANEL),
+    ] = None,
+    max_body_bytes: Annotated[
+        int,
+        typer.Option(min=1, help="Longest body of a call.", rich_help_panel=LIMITS_PANEL),
+    ] = 8 << 20,
+    drain_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Time that calls have to end after SIGTERM. Default: as long as they take.",
+            rich_help_panel=LIMITS_PANEL,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, for any client of OpenAI's API."""
+    if name is not None and model.model is not None:
+        raise ConfigError(f"the model is given twice: {name} and --model {model.model}")
+    try:
+        from outrider.serving.server import serve as run
+        from outrider.serving.service import Settings
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"outrider serve needs {error.name}: pip install 'outrider[serve]'"
+        ) from error
+    settings = Settings(
+        api_keys=_keys(api_key or []),
+        served_model_name=served_model_name,
+        max_body_bytes=max_body_bytes,
+        max_waiting=max_waiting,
+        max_calls_per_key=max_calls_per_key,
+        reasoning_parser=reasoning_parser,
+        includes_metrics=enable_per_request_metrics,
+        trace=trace,
+    )
+    model.model = name or model.model
+    run(model.load(), settings, host, port, drain_seconds)
+
+
+def _keys(given: list[str]) -> list[str]:
+    """The keys themselves, also where a file holds them."""
+    texts = [text_or_file(one, "--api-key") for one in given]
+    return [line.strip() for text in texts for line in text.splitlines() if line.strip()]

@@ -1,0 +1,67 @@
+"""Runs the app under uvicorn, until a signal: the first drains, the second ends at once."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from outrider.errors import ConfigError
+from outrider.llm import LLM
+from outrider.serving.app import create_app, service_of
+from outrider.serving.logs import json_logs
+from outrider.serving.service import Service, Settings
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(
+    llm: LLM, settings: Settings, host: str, port: int, drain_seconds: float | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Calls that are under way then have `drain_seconds` to end, None: as long as they take; new
+    ones are refused with 503.
+
+    Raises:
+        ConfigError: nobody can listen on this address.
+    """
+    app = create_app(llm, settings)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=None if drain_seconds is None else int(drain_seconds),
+    )
+    with json_logs():
+        server = _Server(config, service_of(app))
+        try:
+            server.run()
+        except SystemExit as end:  # what uvicorn logs and exits for, as an address in use
+            raise ConfigError(f"cannot serve on {host}:{port}: the log says why") from end
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's own, but the process ends with 0 when all has been answered."""
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._service.drain()
