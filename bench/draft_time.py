@@ -26,8 +26,10 @@ from outrider.drafters.native import NativeStack, why_not_native
 from outrider.drafters.native_draft import (
     Asked,
     NativeBlocks,
+    NativeChains,
     NativeMasks,
     native_blocks,
+    native_chains,
     native_masks,
 )
 from outrider.drafters.native_heads import MarkovChains, MedusaHeads, input_projection
@@ -114,10 +116,13 @@ class Drafting:
         self.drafter.projection = self.project
         self.blocks: NativeBlocks | None = None
         self.masks: NativeMasks | None = None
+        self.one_by_one: NativeChains | None = None
         if algorithm in ("dflash", "dspark"):
             self.blocks = native_blocks(self.drafter, self.stack, self.chains)
         elif algorithm in ("peagle", "pard"):
             self.masks = native_masks(self.drafter, self.stack)
+        elif algorithm in ("eagle3", "mtp"):
+            self.one_by_one = native_chains(self.drafter, self.stack)
         self.count = num_requests
         self.algorithm = algorithm
         self.features = torch.randn(NEW * num_requests, config.feature_size)
@@ -184,6 +189,9 @@ class Drafting:
         self.stack.run(batch, x, None if self.project is None else embedded)[1].argmax(1)
 
     def _one_by_one(self, num_tokens: int) -> None:
+        if self.one_by_one is not None:
+            self.one_by_one.draft(self._asked(num_tokens))
+            return
         assert self.project is not None
         is_mtp = self.algorithm == "mtp"
         embedded = self._embedded(NEW * self.count)

@@ -13,7 +13,13 @@ from outrider.drafters.native_draft import Asked, NativeBlocks, native_blocks
 from outrider.drafters.native_heads import input_projection
 from outrider.drafters.stack import TorchStack
 from outrider.drafting.chooser import Chooser, Seat
-from outrider.drafting.rollout import BlockRollout, make_rollout
+from outrider.drafting.rollout import (
+    BlockRollout,
+    MaskedRollout,
+    RecurrentRollout,
+    SequentialBlockRollout,
+    make_rollout,
+)
 from outrider.drafting.source import DraftContext
 from outrider.native import library
 from outrider.sampling_params import SamplingParams
@@ -32,10 +38,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "peagle": {},
     "peagle normed": {"norm_before_fc": True},
     "pard": {"target_layer_ids": ()},
+    "eagle3": {},
+    "eagle3 of two layers": {"num_layers": 2, "norm_before_residual": True},
+    "mtp": {"target_layer_ids": (2,)},
+}
+ONE_CALL = {
+    BlockRollout: "_blocks",
+    SequentialBlockRollout: "_blocks",
+    MaskedRollout: "_masks",
+    RecurrentRollout: "_chains",
 }
 GREEDY = SamplingParams(temperature=0)
 PARAMS = {
     "greedy": [GREEDY] * 3,
+    "one sampled": [GREEDY, SamplingParams(temperature=0.8), GREEDY],
     "sampled": [SamplingParams(temperature=0.8)] * 3,
     "one with a bias": [GREEDY, SamplingParams(temperature=0, logit_bias={5: 3.0}), GREEDY],
 }
@@ -46,7 +62,7 @@ def rollout(shape: str, dtype: torch.dtype, in_one_call: bool) -> Any:
     drafter.projection = input_projection(drafter, dtype)
     chooser = Chooser(drafter.d2t, VOCAB, (), wants_probs=False)
     made: Any = make_rollout(drafter, lambda drafter: NativeStack(drafter, dtype), chooser)
-    name = "_blocks" if isinstance(made, BlockRollout) else "_masks"
+    name = ONE_CALL[type(made)]
     assert getattr(made, name) is not None
     made.stack.allocate_kv(PAGES)
     if not in_one_call:

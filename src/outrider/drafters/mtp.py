@@ -31,6 +31,7 @@ class MTPModule(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
 
     def forward(self, embedding: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        state = state.to(embedding.dtype)
         return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], dim=-1))
 
 

@@ -1,4 +1,4 @@
-"""A whole draft of a parallel drafter in one compiled call: features in, tokens out.
+"""A whole draft in one compiled call: features in, tokens out.
 
 Between the calls it stands for, Python would cost half as much again as they do.
 
@@ -24,6 +24,7 @@ from outrider.drafters.native_heads import (
     MarkovJob,
     PackedLinear,
 )
+from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
 from outrider.native import library, pointer
 
@@ -38,14 +39,16 @@ class _DraftJob(ctypes.Structure):  # DraftJob of native/draft.cpp
         ("markov", ctypes.POINTER(MarkovJob)),
         *(
             (name, ctypes.c_int)
-            for name in ("requests", "hidden", "mask", "block", "first_slot", "shift")
+            for name in (
+                *("requests", "hidden", "columns", "mask", "block", "first_slot", "shift"),
+            )
         ),
         *(
             (name, _P)
             for name in (
-                *("held", "lengths", "budgets", "last", "fresh", "page_offsets", "pages"),
-                *("features", "mask_input", "token_chances", "context", "states", "logits"),
-                *("tokens", "probs", "chances"),
+                *("held", "lengths", "budgets", "last", "fresh", "ids", "page_offsets"),
+                *("pages", "features", "mask_input", "token_chances", "context", "states"),
+                *("logits", "tokens", "probs", "chances"),
             )
         ),
     )
@@ -82,13 +85,17 @@ class OneCall:
         self, drafter: Drafter, stack: NativeStack, projection: PackedLinear | None, **parts: Any
     ) -> None:
         lib, config = library(), drafter.config
-        assert lib is not None and config.mask_token_id is not None
+        assert lib is not None
         self._call = getattr(lib, self.function)
         self._stack, self._config = stack, config
-        self._shift: int = parts.get("shift", 1)
+        self._shift: int = parts["shift"]
         self._kept: list[Any] = [projection]
         self._job = _DraftJob(
-            model=stack.address, hidden=config.hidden_size, mask=config.mask_token_id, **parts
+            model=stack.address,
+            hidden=config.hidden_size,
+            columns=config.draft_vocab_size,
+            mask=config.mask_token_id or 0,
+            **parts,
         )
         if projection is not None and projection.job is not None:
             self._job.fuse = ctypes.pointer(projection.job)
@@ -215,6 +222,26 @@ class NativeMasks(OneCall):
         return self._run(asked, max(ends), new + rows)
 
 
+class NativeChains(OneCall):
+    """EAGLE-3, and MTP of one module: the most likely tokens, one after the other."""
+
+    function = "outrider_draft_chain"
+
+    def __init__(self, drafter: Recurrent, stack: NativeStack, projection: PackedLinear) -> None:
+        super().__init__(drafter, stack, projection, shift=1)
+        self._ids = drafter.d2t.cpu().numpy().astype(np.int32)
+        self._job.ids = pointer(self._ids)
+
+    def draft(self, asked: Asked) -> Said:
+        """Run the rows that are new of each text, one at least, and go on from the last one."""
+        new = len(asked.features)
+        assert new >= len(asked.texts), (new, len(asked.texts))
+        ends = [
+            len(text) + budget - 2 for text, budget in zip(asked.texts, asked.budgets, strict=True)
+        ]
+        return self._run(asked, max(ends), 2 * new)
+
+
 def native_blocks(
     drafter: DFlash,
     stack: Stack,
@@ -222,21 +249,28 @@ def native_blocks(
     confidence: Confidence | None = None,
 ) -> NativeBlocks | None:
     """The one call where all its parts are compiled, else None."""
-    projection = drafter.projection
-    if not isinstance(stack, NativeStack) or not isinstance(projection, PackedLinear):
+    parts = _compiled(drafter, stack)
+    if parts is None or (confidence is not None and confidence.of_state.job is None):
         return None
-    if projection.job is None or (confidence is not None and confidence.of_state.job is None):
-        return None
-    return NativeBlocks(drafter, stack, projection, chains, confidence)
+    return NativeBlocks(drafter, *parts, chains, confidence)
 
 
 def native_masks(drafter: Masked, stack: Stack) -> NativeMasks | None:
     """Likewise."""
-    projection = drafter.projection
-    if not isinstance(stack, NativeStack):
-        return None
-    if drafter.config.feature_size == 0:
+    if drafter.config.feature_size == 0 and isinstance(stack, NativeStack):
         return NativeMasks(drafter, stack, None)
-    if not isinstance(projection, PackedLinear) or projection.job is None:
+    parts = _compiled(drafter, stack)
+    return None if parts is None else NativeMasks(drafter, *parts)
+
+
+def native_chains(drafter: Recurrent, stack: Stack) -> NativeChains | None:
+    """Likewise."""
+    parts = _compiled(drafter, stack)
+    return None if parts is None else NativeChains(drafter, *parts)
+
+
+def _compiled(drafter: Drafter, stack: Stack) -> tuple[NativeStack, PackedLinear] | None:
+    projection = drafter.projection
+    if not isinstance(stack, NativeStack) or not isinstance(projection, PackedLinear):
         return None
-    return NativeMasks(drafter, stack, projection)
+    return None if projection.job is None else (stack, projection)

@@ -19,7 +19,7 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.masked import Masked
 from outrider.drafters.medusa import Medusa
 from outrider.drafters.mtp import MTP
-from outrider.drafters.native_draft import Asked, native_blocks, native_masks
+from outrider.drafters.native_draft import Asked, native_blocks, native_chains, native_masks
 from outrider.drafters.native_heads import Confidence, MarkovChains, MedusaHeads
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
@@ -274,7 +274,15 @@ def _merged(text: torch.Tensor, masks: torch.Tensor, is_mask: np.ndarray) -> tor
 class RecurrentRollout(_RowRollout[Recurrent]):
     """EAGLE-3, MTP: one row per draft token, each fed with the state before it."""
 
+    def __init__(self, drafter: Recurrent, stack: Stack, chooser: Chooser) -> None:
+        super().__init__(drafter, stack, chooser)
+        self._chains = native_chains(drafter, stack)
+
     def draft(self, seats: Sequence[Seat]) -> None:
+        if self._chains is not None and self.chooser.are_plain(seats):
+            said = self._chains.draft(self._asked(seats))
+            self.chooser.take(seats, [seat.budget for seat in seats], said.tokens, said.probs)
+            return
         left = [self._left(seat) for seat in seats]
         x, side = self._text_inputs(seats, left, self._all_features(seats))
         wanted = (np.cumsum(left) - 1).astype(np.int32)
@@ -285,7 +293,7 @@ class RecurrentRollout(_RowRollout[Recurrent]):
         while going := [i for i, seat in enumerate(seats) if seat.budget > depth]:
             states, seats = states[going], [seats[i] for i in going]
             tokens = torch.tensor([seat.tokens[-1] for seat in seats])
-            x, side = self.drafter.inputs(tokens, states.to(self._dtype))
+            x, side = self.drafter.inputs(tokens, states)
             starts = [len(seat.context.token_ids) - 2 + depth for seat in seats]
             rows = np.arange(len(seats), dtype=np.int32)
             batch = ragged(seats, starts, [1] * len(seats), rows)

@@ -1,33 +1,40 @@
-// Drafts that cost one forward of a drafter, in one call.
+// A whole draft in one call.
 //
 // Blocks (DFlash, DSpark): features of the new tokens become keys and values, a block of masks goes
 // through the layers, and, where nothing but the most likely token is wanted, DSpark's sequential
 // head chooses and its other head says how sure it is. Masks (P-EAGLE, PARD): the new rows of the
-// text and masks behind them go through the layers together.
+// text and masks behind them go through the layers together. Chains (EAGLE-3, MTP): one row per token,
+// made from the state before it and the token just chosen, always the most likely one.
+#include <algorithm>
+#include <limits>
 #include <numeric>
 #include <vector>
 
 #include "heads.h"
 #include "kv.h"
+#include "vec.h"
 
 namespace outrider {
 namespace {
 
 struct DraftJob {  // mirrored in outrider/drafters/native_draft.py
     void *model;
-    const FuseJob *fuse;        // of features, its rows set here; null: rows are embeddings alone
+    const FuseJob *fuse;        // of features, or of embeddings and states; its rows are set here;
+                                // null: rows are embeddings alone
     const FuseJob *confidence;  // likewise; null: nothing says how sure it is
     const MarkovJob *markov;    // likewise; null: logits and states are all that is wanted
-    int requests, hidden, mask, block, first_slot, shift;
+    int requests, hidden, columns, mask, block, first_slot, shift;
     const int *held, *lengths, *budgets;  // [requests]: rows of KV, tokens of text, tokens to say
     const int *last;   // [requests], the last token of each text
-    const int *fresh;  // of masks: tokens of the new rows of all texts, `shift` behind their features
+    const int *fresh;  // tokens of the new rows of all texts, `shift` behind their features; of blocks unused
+    const int *ids;    // [columns], the token of each column
     const int *page_offsets, *pages;
     const float *features;       // [new rows of all][F]
     const float *mask_input;     // [H], what a mask has in place of fused features
     const float *token_chances;  // [tokens], what the token before adds to a confidence; or null
-    float *context;              // scratch: [new rows of all][H]; of masks [new rows and all rows][H]
-    float *states, *logits;      // [all budgets][H] and [..][columns]
+    float *context;              // scratch, [rows][H]: new rows; of masks twice these, and the masks;
+                                 // of chains twice the new rows
+    float *states, *logits;      // [all budgets][H] and [..][columns]; of chains [requests]
     int *tokens;                 // [all budgets], chosen
     float *probs, *chances;      // [all budgets], of the chosen ones; logits of acceptance
 
@@ -45,8 +52,8 @@ struct Rows {
     std::vector<uint8_t> is_tree;
     Batch batch{};
 
-    Rows(const DraftJob &job, const int *starts, const std::vector<int> &counts) : is_tree(job.requests) {
-        for (int b = 0; b < job.requests; b++) {
+    Rows(const DraftJob &job, const int *starts, const std::vector<int> &counts) : is_tree(counts.size()) {
+        for (int b = 0; b < int(counts.size()); b++) {
             for (int i = 0; i < counts[b]; i++) {
                 positions.push_back(starts[b] + i);
                 parents.push_back(i - 1);
@@ -54,7 +61,7 @@ struct Rows {
             row_starts.push_back(int(positions.size()));
         }
         batch.rows = row_starts.back();
-        batch.requests = job.requests;
+        batch.requests = int(counts.size());
         batch.positions = positions.data();
         batch.row_starts = row_starts.data();
         batch.context_lens = starts;
@@ -161,6 +168,102 @@ void append_masks(const DraftJob &job) {
     outrider_model_forward(job.model, &rows.batch);
 }
 
+// The most likely column, the first of equals, and its probability.
+struct Choice {
+    int column;
+    float prob;
+};
+Choice most_likely(const float *logits, int columns) {
+    const float never = -std::numeric_limits<float>::infinity();
+    f32x16 tops = splat(never), sums = {};
+    for (int i = 0; i < columns; i += kLanes) tops = max(tops, load_part(logits + i, columns - i, never));
+    const float top = reduce_max(tops);
+    for (int i = 0; i < columns; i += kLanes) sums += exp(load_part(logits + i, columns - i, never) - top);
+    const float *found = std::find(logits, logits + columns, top);
+    return {found == logits + columns ? 0 : int(found - logits), 1.0f / reduce_add(sums)};
+}
+
+// One row per request and depth. `going` are the requests that want another token.
+class Chain {
+  public:
+    explicit Chain(const DraftJob &job) : job_(job), going_(job.requests), at_(job.requests + 1) {
+        std::iota(going_.begin(), going_.end(), 0);
+        std::partial_sum(job.budgets, job.budgets + job.requests, at_.begin() + 1);
+    }
+
+    void draft() {
+        first_rows();
+        for (int depth = 1; depth < *std::max_element(job_.budgets, job_.budgets + job_.requests); depth++)
+            next_row(depth);
+    }
+
+  private:
+    bool joins_tokens() const { return job_.fuse->parts == 2; }
+
+    // Input of the layers: fused features, or tokens joined with features or states.
+    const float *input(const std::vector<int> &tokens, const float *from) {
+        if (!joins_tokens() && from != job_.features) return from;  // a state stands for fused features
+        const int rows = int(tokens.size());
+        FuseJob fuse = *job_.fuse;
+        fuse.rows = rows;
+        fuse.x[0] = from;
+        fuse.out = job_.context;
+        if (joins_tokens()) {
+            float *embedded = job_.context + long(rows) * job_.hidden;
+            outrider_model_embed(job_.model, tokens.data(), rows, embedded);
+            fuse.x[0] = embedded;
+            fuse.x[1] = from;
+        }
+        outrider_fuse(&fuse);
+        return job_.context;
+    }
+
+    void run(Rows &rows, const std::vector<int> &tokens, const float *x, int depth) {
+        rows.batch.tokens = tokens.data();
+        rows.batch.x = x;
+        rows.say(job_);
+        outrider_model_forward(job_.model, &rows.batch);
+        for (size_t i = 0; i < going_.size(); i++) {
+            const Choice choice = most_likely(job_.logits + i * job_.columns, job_.columns);
+            const int place = at_[going_[i]] + depth;
+            job_.tokens[place] = job_.ids[choice.column];
+            job_.probs[place] = choice.prob;
+        }
+    }
+
+    void first_rows() {
+        std::vector<int> counts(job_.requests);
+        for (int b = 0; b < job_.requests; b++) counts[b] = job_.fresh_rows(b);
+        Rows rows(job_, job_.held, counts);
+        for (int b = 0; b < job_.requests; b++) rows.wanted.push_back(rows.row_starts[b + 1] - 1);
+        const std::vector<int> tokens(job_.fresh, job_.fresh + rows.batch.rows);
+        run(rows, tokens, input(tokens, job_.features), 0);
+    }
+
+    void next_row(int depth) {
+        std::vector<float> states;
+        std::vector<int> still, starts, tokens, offsets;
+        for (size_t i = 0; i < going_.size(); i++) {
+            const int b = going_[i];
+            if (job_.budgets[b] <= depth) continue;
+            still.push_back(b);
+            starts.push_back(job_.lengths[b] - 1 - job_.shift + depth);
+            tokens.push_back(job_.tokens[at_[b] + depth - 1]);
+            offsets.push_back(job_.page_offsets[b]);
+            states.insert(states.end(), job_.states + i * job_.hidden, job_.states + (i + 1) * job_.hidden);
+        }
+        going_ = still;
+        Rows rows(job_, starts.data(), std::vector<int>(still.size(), 1));
+        rows.batch.page_offsets = offsets.data();
+        rows.wanted.resize(still.size());
+        std::iota(rows.wanted.begin(), rows.wanted.end(), 0);
+        run(rows, tokens, input(tokens, states.data()), depth);
+    }
+
+    const DraftJob &job_;
+    std::vector<int> going_, at_;  // and where the tokens of each request begin
+};
+
 }  // namespace
 }  // namespace outrider
 
@@ -177,5 +280,6 @@ void outrider_draft_block(const outrider::DraftJob *job) {
     if (job->confidence) judge(*job, starts);
 }
 void outrider_draft_masks(const outrider::DraftJob *job) { outrider::append_masks(*job); }
+void outrider_draft_chain(const outrider::DraftJob *job) { outrider::Chain(*job).draft(); }
 
 }  // extern "C"

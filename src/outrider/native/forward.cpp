@@ -46,6 +46,7 @@ struct AnyModel {
     virtual void allocate_kv(long pages) = 0;
     virtual void forward(const Batch &batch) = 0;
     virtual void store_context(const Batch &batch) = 0;
+    virtual void embed(const int *tokens, int count, float *out) const = 0;
     virtual void move_kv(const int *from, const int *to, int n) = 0;
 };
 
@@ -65,6 +66,13 @@ class Model final : public AnyModel {
         on_all_threads([this](int thread) { run(thread); });
     }
 
+    void embed(const int *tokens, int count, float *out) const override {
+        for (int t = 0; t < count; t++, out += spec_.hidden) {
+            const E *from = static_cast<const E *>(spec_.embedding) + long(tokens[t]) * spec_.hidden;
+            for (int i = 0; i < spec_.hidden; i++) out[i] = to_float(from[i]) * spec_.embedding_scale;
+        }
+    }
+
     // Keys and values that every layer makes of batch.x as it is, and nothing else.
     void store_context(const Batch &batch) override {
         begin(batch);
@@ -82,7 +90,6 @@ class Model final : public AnyModel {
     void run(int thread);
     void run_context(int thread);
     void take_input(int row);
-    void embed(int row, float *x) const;
     void add(int row, const float *post_norm);
     void complete_layer(int row, int layer);
     void norm_input(int row, const LayerSpec &layer);
@@ -258,14 +265,7 @@ void Model<E>::take_input(int row) {
         std::copy_n(batch_.x + long(row) * spec_.hidden, spec_.hidden, x);
         return;
     }
-    embed(row, x);
-}
-
-// The embedding of a row's token.
-template <class E>
-void Model<E>::embed(int row, float *x) const {
-    const E *from = static_cast<const E *>(spec_.embedding) + long(batch_.tokens[row]) * spec_.hidden;
-    for (int i = 0; i < spec_.hidden; i++) x[i] = to_float(from[i]) * spec_.embedding_scale;
+    embed(batch_.tokens + row, 1, x);
 }
 
 // x += y, normalised first where the model says so.
@@ -302,7 +302,7 @@ void Model<E>::norm_input(int row, const LayerSpec &layer) {
     E *normed = &normed_[long(row) * input_width(layer)];
     if (layer.side_norm) {
         std::vector<float> embedded(batch_.side ? 0 : H);
-        if (!batch_.side) embed(row, embedded.data());
+        if (!batch_.side) embed(batch_.tokens + row, 1, embedded.data());
         norm_row(batch_.side ? batch_.side + long(row) * H : embedded.data(), layer.side_norm, normed);
         normed += H;
     }
@@ -401,6 +401,9 @@ void outrider_model_allocate_kv(void *model, long pages) { static_cast<AnyModel 
 void outrider_model_forward(void *model, const outrider::Batch *batch) { static_cast<AnyModel *>(model)->forward(*batch); }
 void outrider_model_store_context(void *model, const outrider::Batch *batch) {
     static_cast<AnyModel *>(model)->store_context(*batch);
+}
+void outrider_model_embed(void *model, const int *tokens, int count, float *out) {
+    static_cast<AnyModel *>(model)->embed(tokens, count, out);
 }
 void outrider_model_move_kv(void *model, const int *from, const int *to, int n) {
     static_cast<AnyModel *>(model)->move_kv(from, to, n);

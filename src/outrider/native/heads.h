@@ -43,4 +43,5 @@ void outrider_fuse(const outrider::FuseJob *job);
 void outrider_markov_choose(const outrider::MarkovJob *job);
 void outrider_model_forward(void *model, const outrider::Batch *batch);
 void outrider_model_store_context(void *model, const outrider::Batch *batch);
+void outrider_model_embed(void *model, const int *tokens, int count, float *out);
 }
