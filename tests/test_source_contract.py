@@ -196,17 +196,13 @@ def test_an_llm_is_usable_after_its_source_failed(method: str) -> None:
         setattr(source, name, fail)
     llm = make_llm(source)
     texts = ["abc", "the", "xyz"]
-    for _ in range(20):
-        try:
-            found = llm.generate(texts, GREEDY)
-        except SourceError:
-            engine = llm.engine
-            engine.check_integrity()
-            assert not engine.scheduler.has_work and not engine._groups and not llm._mailboxes
-            assert engine.arena.num_free_pages == engine.arena.num_pages
-        else:
-            break
-    else:
-        pytest.fail("every call failed")
     plain = make_llm(None).generate(texts, GREEDY)
-    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+    for _ in range(3):
+        found = llm.generate(texts, GREEDY)
+        assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+        engine = llm.engine
+        engine.check_integrity()
+        assert not engine.scheduler.has_work and not engine._groups and not llm._mailboxes
+        assert engine.arena.num_free_pages == engine.arena.num_pages
+    assert llm.engine.speculation.guard.failures["scripted", "release"] == 5
+    assert llm.metrics.num_draft_tokens > 0

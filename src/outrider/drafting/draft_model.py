@@ -20,6 +20,7 @@ from outrider.target.sampling import RowGroup, draft_noise_key, draw_drafts, tar
 from outrider.tokenizer import Tokenizer, first_difference
 
 MAX_ROWS = 1024  # of one forward: longer prompts are taken in in chunks
+MAX_MISSING = 8  # tokens of a text without KV with which a chain is still gone on from
 KV_BYTES = 1 << 30  # default size of the model's KV, unless all requests fit in less
 # A draft model's probability is not the chance that the target agrees; each tenth of it learns
 # its own. To start with it is taken at its word.
@@ -40,7 +41,8 @@ class _Row:
 
     context: DraftContext
     budget: int
-    text: np.ndarray  # int32, prompt, output and room for the draft
+    text: np.ndarray  # int32, prompt, output, another source's chain and room for the draft
+    num_given: int  # tokens of `text` to draft behind
     noise_key: int
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
@@ -51,12 +53,8 @@ class _Row:
         return self.context.request_id
 
     @property
-    def num_text_tokens(self) -> int:
-        return len(self.context.token_ids)
-
-    @property
     def num_tokens(self) -> int:
-        return self.num_text_tokens + len(self.tokens)
+        return self.num_given + len(self.tokens)
 
 
 class DraftModelSource(DraftSource):
@@ -79,6 +77,7 @@ class DraftModelSource(DraftSource):
     """
 
     name = "draft_model"
+    can_extend = True
 
     def __init__(
         self,
@@ -126,13 +125,32 @@ class DraftModelSource(DraftSource):
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
         admitted = [self._admit(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        rows = [row for row in admitted if row is not None]
-        if rows:
-            logits = self._take_in(rows)
-            self._choose(rows, logits)
-            while growing := [row for row in rows if len(row.tokens) < row.budget]:
-                self._choose(growing, self._forward(growing, [1] * len(growing), growing))
+        self._say([row for row in admitted if row is not None])
+        for row in admitted:
+            if row is not None:
+                request = self._requests[row.request_id]
+                request.drafted, request.cells = row.tokens, _cells(row)
         return [Draft() if row is None else self._draft(row) for row in admitted]
+
+    def extend(
+        self,
+        contexts: Sequence[DraftContext],
+        chains: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+    ) -> list[Draft]:
+        """Rows of the chains run as those of a draft do: they stay if they become text."""
+        asked = zip(contexts, chains, budgets, strict=True)
+        admitted = [self._admit_chain(*each) for each in asked]
+        self._say([row for row in admitted if row is not None])
+        for row in admitted:
+            if row is not None:
+                held = self._arena.num_committed(row.request_id)
+                said = row.text[held : row.num_given].tolist()
+                self._requests[row.request_id].drafted = [*said, *row.tokens]
+        return [Draft() if row is None else self._draft(row) for row in admitted]
+
+    def held_tokens(self, request_id: str) -> int:
+        return self._arena.num_committed(request_id)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -148,6 +166,14 @@ class DraftModelSource(DraftSource):
         """Assert that KV is held by known requests only, and by one each."""
         self._arena.check_integrity()
         assert set(self._arena.owners) <= set(self._requests), self._arena.owners
+
+    def _say(self, rows: list[_Row]) -> None:
+        """Draft for all rows, up to the budget of each."""
+        if rows:
+            logits = self._take_in(rows)
+            self._choose(rows, logits)
+            while growing := [row for row in rows if len(row.tokens) < row.budget]:
+                self._choose(growing, self._forward(growing, [1] * len(growing), growing))
 
     def _check_vocabulary(self, target: Target, tokenizer: object | None) -> None:
         ours, theirs = self._tokenizer, tokenizer
@@ -189,7 +215,27 @@ class DraftModelSource(DraftSource):
         key = context.noise_key
         if self._rule == "block":
             key = draft_noise_key(key, length)
-        return _Row(context, budget, text, key)
+        return _Row(context, budget, text, length, key)
+
+    def _admit_chain(self, context: DraftContext, chain: Sequence[int], budget: int) -> _Row | None:
+        """A row behind a chain, for a request whose text the model has nearly all KV of."""
+        request = self._requests.get(context.request_id)
+        length = len(context.token_ids) + len(chain)
+        budget = min(budget, self.max_draft_tokens, self.model.max_model_len - length + 1)
+        if request is None or request.stopped or budget <= 0:
+            return None
+        held = self._arena.num_committed(context.request_id)
+        missing = len(context.token_ids) - held
+        if not 0 <= missing <= MAX_MISSING or max(chain) >= self.model.vocab_size:
+            return None
+        try:
+            self._arena.reserve(context.request_id, length - held + budget - 1)
+        except KVFull:
+            self.events["kv"] += 1
+            return None
+        ids = np.array(chain, np.int32)
+        text = np.concatenate([context.token_ids, ids, np.zeros(budget, np.int32)])
+        return _Row(context, budget, text, length, context.noise_key)
 
     def _cannot_hold(self, context: DraftContext, request: _Request) -> bool:
         """True, and the request is stopped, when the model cannot take in its text."""
@@ -224,7 +270,7 @@ class DraftModelSource(DraftSource):
 
     def _take_in(self, rows: list[_Row]) -> torch.Tensor:
         """Run all text without KV; logits [B, V] after the last token of each request."""
-        left = [row.num_text_tokens - self._arena.num_committed(row.request_id) for row in rows]
+        left = [row.num_given - self._arena.num_committed(row.request_id) for row in rows]
         while sum(left) > max(MAX_ROWS, len(rows)):
             i = int(np.argmax(left))
             taken = min(MAX_ROWS, left[i] - 1)
@@ -233,7 +279,8 @@ class DraftModelSource(DraftSource):
             left[i] -= taken
         logits = self._forward(rows, left, rows)
         for row, count in zip(rows, left, strict=True):
-            self._arena.commit(row.request_id, count)
+            chain = row.num_given - len(row.context.token_ids)
+            self._arena.commit(row.request_id, count - chain)
         return logits
 
     def _forward(
@@ -284,15 +331,17 @@ class DraftModelSource(DraftSource):
             row.confidence.append(prob)
 
     def _draft(self, row: _Row) -> Draft:
-        request = self._requests[row.request_id]
-        request.drafted = row.tokens
-        request.cells = [min(9, int(10 * prob)) for prob in row.confidence]
         return Draft(
             token_ids=list(row.tokens),
             probs=torch.stack(_widened(row.probs, self._target_vocab_size)) if row.probs else None,
-            confidence=self._rates.table[request.cells].tolist(),
+            confidence=self._rates.table[_cells(row)].tolist(),
             source=self.name,
         )
+
+
+def _cells(row: _Row) -> list[int]:
+    """Tenths of the probability of each draft token."""
+    return [min(9, int(10 * prob)) for prob in row.confidence]
 
 
 def _widened(rows: Iterable[torch.Tensor], vocab_size: int) -> list[torch.Tensor]:

@@ -43,6 +43,7 @@ class LookupSource(DraftSource):
     """
 
     name = "lookup"
+    can_extend = True
 
     def __init__(
         self,
@@ -80,6 +81,14 @@ class LookupSource(DraftSource):
             message += (seat, budget, num_tokens - known, *tokens[known:].tolist())
         return self._seats.look_up(seats, message, self.name)
 
+    def extend(
+        self,
+        contexts: Sequence[DraftContext],
+        chains: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+    ) -> list[Draft]:
+        return [self._extend_one(*each) for each in zip(contexts, chains, budgets, strict=True)]
+
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             request = self._requests.get(outcome.request_id)
@@ -98,6 +107,12 @@ class LookupSource(DraftSource):
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._seats.leave(request.seat)
+
+    def _extend_one(self, context: DraftContext, chain: Sequence[int], budget: int) -> Draft:
+        request = self._requests.get(context.request_id)
+        if request is None or request.num_known != len(context.token_ids):
+            return Draft()  # it was not asked about this text
+        return self._seats.follow(request.seat, chain, budget, self.name)
 
     def _begin(self, request_id: str) -> _Request:
         self.release(request_id)

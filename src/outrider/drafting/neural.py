@@ -5,7 +5,7 @@ Shape legend: B requests of a call, m tokens with new features, F feature width.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,7 @@ class NeuralSource(DraftSource):
         self.name = config.algorithm
         self.drafter = drafter.eval()
         self.target_layer_ids = config.target_layer_ids
+        self.can_extend = not config.target_layer_ids  # of tokens no forward saw there are none
         self.max_draft_tokens = num_speculative_tokens or most
         self.events: Counter[str] = Counter()
         self._kv_cache_tokens = kv_cache_tokens
@@ -115,6 +116,7 @@ class NeuralSource(DraftSource):
         self._rollout = make_rollout(self.drafter, make_stack, chooser)
         longest = min(config.max_position, target.max_model_len) + self.max_draft_tokens
         num_pages = max_num_seqs * pages_for(longest)
+        self.kv_lag = self._rollout.lag
         stacks = self._rollout.stacks
         token_bytes = sum(stack.kv_bytes_per_token for stack in stacks)
         if token_bytes:
@@ -126,15 +128,23 @@ class NeuralSource(DraftSource):
             stack.allocate_kv(max(1, num_pages))
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
-        with torch.inference_mode():
-            admitted = [self._admit(c, b) for c, b in zip(contexts, budgets, strict=True)]
-            seats = [seat for seat in admitted if seat is not None]
-            if seats:
-                self._take_in(seats)
-                self._rollout.draft(seats)
-                for seat in seats:
-                    self._commit(seat)
-        return [Draft() if seat is None else self._draft(seat) for seat in admitted]
+        return self._drafts(contexts, budgets, [len(context.token_ids) for context in contexts])
+
+    def extend(
+        self,
+        contexts: Sequence[DraftContext],
+        chains: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+    ) -> list[Draft]:
+        """Rows of the chains run like those of a text, but their KV is not kept."""
+        longer = [
+            replace(context, token_ids=np.append(context.token_ids, np.array(chain, np.int32)))
+            for context, chain in zip(contexts, chains, strict=True)
+        ]
+        return self._drafts(longer, budgets, [len(context.token_ids) for context in contexts])
+
+    def held_tokens(self, request_id: str) -> int:
+        return self._arena.num_committed(request_id)
 
     def release(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -145,7 +155,23 @@ class NeuralSource(DraftSource):
         self._arena.check_integrity()
         assert set(self._arena.owners) <= set(self._requests), self._arena.owners
 
-    def _admit(self, context: DraftContext, budget: int) -> Seat | None:
+    def _drafts(
+        self, contexts: Sequence[DraftContext], budgets: Sequence[int], num_final: Sequence[int]
+    ) -> list[Draft]:
+        """Drafts behind texts of which the first `num_final` tokens are final."""
+        with torch.inference_mode():
+            asked = zip(contexts, budgets, num_final, strict=True)
+            admitted = [self._admit(*each) for each in asked]
+            seats = [seat for seat in admitted if seat is not None]
+            if seats:
+                self._take_in(seats)
+                self._rollout.draft(seats)
+            for seat, final in zip(admitted, num_final, strict=True):
+                if seat is not None:
+                    self._commit(seat.context.request_id, final)
+        return [Draft() if seat is None else self._draft(seat) for seat in admitted]
+
+    def _admit(self, context: DraftContext, budget: int, num_final: int) -> Seat | None:
         """A seat with KV for what the call writes, or None: no draft this time."""
         request = self._requests.setdefault(context.request_id, _Request())
         if context.features is not None and not request.stopped:
@@ -156,6 +182,8 @@ class NeuralSource(DraftSource):
         if request.stopped or budget <= 0 or (self.target_layer_ids and length < 2):
             return None
         if length + self.drafter.config.num_draft_tokens > self.drafter.config.max_position:
+            if num_final < length:
+                return None
             request.stopped = True
             request.features.clear()
             self._arena.release(context.request_id)
@@ -200,13 +228,11 @@ class NeuralSource(DraftSource):
             self._rollout.take_in(seats[i], portion)
             left[i] -= portion
 
-    def _commit(self, seat: Seat) -> None:
+    def _commit(self, request_id: str, num_final: int) -> None:
         """Keep the KV of the text's rows."""
-        name = seat.context.request_id
-        rows = len(seat.context.token_ids) - self._rollout.lag
-        new = rows - self._arena.num_committed(name)
+        new = num_final - self._rollout.lag - self._arena.num_committed(request_id)
         if new > 0:
-            self._arena.commit(name, new)
+            self._arena.commit(request_id, new)
 
     def _draft(self, seat: Seat) -> Draft:
         temperatures = self._temperatures[: len(seat.tokens)]

@@ -121,6 +121,14 @@ class Seats:
             drafts.append(Draft(list(values[:n]), [], None, list(values[n:]), source))
         return drafts
 
+    def follow(self, seat: int, chain: Sequence[int], budget: int, source: str) -> Draft:
+        """What comes after a seat's own text and these tokens, which it does not take in."""
+        own = self.own[seat]
+        assert own is not None, seat
+        match = own.advance(own.repeated(), np.array(chain, np.int32))
+        (tokens, confidence, _), _ = self._draft(seat, own, match, budget, in_other_text=False)
+        return Draft(tokens, [], None, confidence, source)
+
     def tokens_of(self, seat: int) -> list[int]:
         """Tokens of a seat's last draft."""
         return self.found[seat, 1 : 1 + self.found[seat, 0]].tolist()

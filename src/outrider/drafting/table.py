@@ -57,6 +57,7 @@ class TableSource(DraftSource):
     """
 
     name = "table"
+    can_extend = True
 
     def __init__(
         self,
@@ -116,21 +117,27 @@ class TableSource(DraftSource):
         return hot, cold, nowhere
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
-        n = len(contexts)
-        lookup = self._lookup
-        lookup.make_room(n)
-        flat: list[int] = []
-        padding = [-1] * lookup.max_key
         requests = [self._requests.get(c.request_id) or self._begin(c.request_id) for c in contexts]
-        for context in contexts:
-            flat += (context.token_ids[: -lookup.max_key - 1 : -1].tolist() + padding)[
-                : lookup.max_key
-            ]
-        lookup.contexts.reshape(-1)[: len(flat)] = flat
-        lookup.budgets[:n] = budgets
-        lookup.factors[:n] = [request.factor for request in requests]
-        lookup.draft(n)
+        newest = -self._lookup.max_key - 1
+        keys = [context.token_ids[:newest:-1].tolist() for context in contexts]
+        self._look_up(keys, budgets, requests)
         return [self._read(index, request) for index, request in enumerate(requests)]
+
+    def extend(
+        self,
+        contexts: Sequence[DraftContext],
+        chains: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+    ) -> list[Draft]:
+        """The likeliest path of what the table says there."""
+        requests = [self._requests.get(context.request_id) or _Request() for context in contexts]
+        newest = -self._lookup.max_key - 1
+        keys = [
+            [*chain[:newest:-1], *context.token_ids[:newest:-1].tolist()]
+            for context, chain in zip(contexts, chains, strict=True)
+        ]
+        self._look_up(keys, budgets, requests)
+        return [self._likeliest(index) for index in range(len(contexts))]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -145,12 +152,41 @@ class TableSource(DraftSource):
         request = self._requests[request_id] = _Request()
         return request
 
-    def _read(self, index: int, request: _Request) -> Draft:
+    def _look_up(
+        self, keys: Sequence[list[int]], budgets: Sequence[int], requests: Sequence[_Request]
+    ) -> None:
+        """Ask the table for what follows these tokens, the newest first."""
+        lookup, n = self._lookup, len(keys)
+        lookup.make_room(n)
+        flat: list[int] = []
+        padding = [-1] * lookup.max_key
+        for key in keys:
+            flat += (key + padding)[: lookup.max_key]
+        lookup.contexts.reshape(-1)[: len(flat)] = flat
+        lookup.budgets[:n] = budgets
+        lookup.factors[:n] = [request.factor for request in requests]
+        lookup.draft(n)
+
+    def _likeliest(self, index: int) -> Draft:
+        """The path of first children, which are the likeliest ones."""
+        tokens, parents, _, confidence = self._answer(index)
+        draft, node = Draft(source=self.name), -1
+        for i, parent in enumerate(parents):
+            if parent == node:
+                draft.token_ids.append(tokens[i])
+                draft.confidence.append(confidence[i])
+                node = i
+        return draft
+
+    def _answer(self, index: int) -> tuple[list[Any], ...]:
+        """Tokens, parents, cells and confidences that were found for one context."""
         found, width = self._lookup.found, self._lookup.width
-        views: Any = self._lookup.views
         start = index * width
-        end = start + found.lengths[index]
-        tokens, parents, cells, confidence = (view[start:end].tolist() for view in views)
+        end = start + int(found.lengths[index])
+        return tuple(view[start:end].tolist() for view in self._lookup.views)
+
+    def _read(self, index: int, request: _Request) -> Draft:
+        tokens, parents, cells, confidence = self._answer(index)
         request.tokens, request.parents, request.cells = tokens, parents, cells
         is_chain = all(parent == i - 1 for i, parent in enumerate(parents))
         return Draft(tokens, [] if is_chain else parents, None, confidence, self.name)

@@ -101,7 +101,9 @@ def shared_part(own: Draft, submitted: Draft) -> Draft:
     if not own.is_tree and not submitted.is_tree:
         return prefix(own, matched(own, submitted.token_ids))
     parents = submitted.parents or range(-1, len(submitted) - 1)
-    places = {pair: i for i, pair in enumerate(zip(parents, submitted.token_ids, strict=True))}
+    places: dict[tuple[int, int], int] = {}
+    for index, pair in enumerate(zip(parents, submitted.token_ids, strict=True)):
+        places.setdefault(pair, index)
     found: dict[int, int] = {-1: -1}  # own node -> submitted node
     for index, parent in enumerate(own.parents or range(-1, len(own) - 1)):
         place = places.get((found[parent], own.token_ids[index])) if parent in found else None

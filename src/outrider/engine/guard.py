@@ -19,7 +19,7 @@ log = logging.getLogger("outrider")
 
 FIRST_PAUSE = 16  # steps without a source after its first failure for a request, then twice as many
 LONGEST_PAUSE = 4096
-STALL_SECONDS = 1.0  # a call that takes longer stalls every request of the step …
+STALL_SECONDS = 3.0  # a call that takes longer stalls every request of the step …
 STALL_PER_TOKEN = 0.005  # … unless it has so many tokens of new text to take in, seconds each
 SMOOTHING = 0.1  # weight of a call in the health of its source
 

@@ -10,8 +10,8 @@ def merge(drafts: Sequence[Draft], chances: Sequence[Sequence[float]]) -> tuple[
     """One draft of all tokens that have a chance, and what is left of the chances.
 
     A token that several sources propose after the same path counts once, with the best of their
-    chances, and belongs to the one that gave it. Of tokens that exclude each other the chances
-    share what their parent has.
+    chances, and belongs to the one that gave it, of equals to the first. Tokens that exclude each
+    other share the chance of their parent.
 
     Args:
         drafts: of at least one token each.
@@ -27,7 +27,7 @@ def merge(drafts: Sequence[Draft], chances: Sequence[Sequence[float]]) -> tuple[
     tokens: list[int] = []
     parents: list[int] = []
     raw: list[float] = []
-    sources: list[str] = []
+    owners: list[tuple[int, str]] = []  # of each token: which draft, and which source
     places: dict[tuple[int, int], int] = {}
     for index in order:
         draft, mine = drafts[index], chances[index]
@@ -41,11 +41,11 @@ def merge(drafts: Sequence[Draft], chances: Sequence[Sequence[float]]) -> tuple[
                 tokens.append(token)
                 parents.append(where)
                 raw.append(chance)
-                sources.append(draft.source_of(i))
-            elif chance > raw[place]:
-                raw[place], sources[place] = chance, draft.source_of(i)
+                owners.append((index, draft.source_of(i)))
+            elif (chance, -index) > (raw[place], -owners[place][0]):
+                raw[place], owners[place] = chance, (index, draft.source_of(i))
             found.append(place)
-    return _finished(tokens, parents, raw, sources)
+    return _finished(tokens, parents, raw, [source for _, source in owners])
 
 
 def _finished(
@@ -56,11 +56,11 @@ def _finished(
         below[parent] += chance
     chances: list[float] = []
     confidence: list[float] = []
-    for parent, chance in zip(parents, raw, strict=True):
-        above = chances[parent] if parent >= 0 else 1.0
-        chance = min(above, chance * min(1.0, above / below[parent])) if chance else 0.0
-        chances.append(chance)
-        confidence.append(chance / above if above else 0.0)
+    for parent, said in zip(parents, raw, strict=True):
+        above, whole = (chances[parent], raw[parent]) if parent >= 0 else (1.0, 1.0)
+        share = said / max(whole, below[parent]) if said else 0.0
+        chances.append(above * share)
+        confidence.append(share)
     is_chain = all(parent == i - 1 for i, parent in enumerate(parents))
     is_mixed = len(set(sources)) > 1
     draft = Draft(

@@ -111,6 +111,7 @@ class Speculation:
         self._by_name = {source.name: source for source in self.sources}
         self._features: dict[tuple[str, str], list[torch.Tensor]] = {}
         self._kinds: set[str] = {""}
+        self._called: set[str] = set()
         self._lengths: dict[tuple[str, str], int] = {}  # of texts when sources last saw them
 
     def bind(self, target: Target, tokenizer: object | None, max_num_seqs: int) -> None:
@@ -173,6 +174,8 @@ class Speculation:
         for proposal, draft in zip(proposals, chosen, strict=True):
             work, causes = proposal.work, proposal.outcome.causes
             room = self.arena.num_available(work.request.request_id) - work.num_rows
+            bound = proposal.ask.allowed.num_draft_tokens
+            room = room if bound is None else min(room, bound)
             draft = prefix(draft, room)  # KV that is short takes drafts before requests
             self.arena.reserve(work.request.request_id, work.num_rows + len(draft))
             proposed = max((len(each) for each in proposal.ask.drafts), default=0)
@@ -320,20 +323,28 @@ class Speculation:
             self._give_up(source, names, method, error)
             return [Draft() for _ in contexts]
         view.spent += seconds
-        new = sum(
-            len(context.token_ids) - self._lengths.get((source.name, context.request_id), 0)
-            for context in contexts
-        )
-        for context in contexts:
-            self._lengths[source.name, context.request_id] = len(context.token_ids)
-        if seconds > STALL_SECONDS + STALL_PER_TOKEN * new:
-            self._give_up(source, names, "stall", None)
-        else:
-            self.guard.went_well(source.name, names)
+        self._judge_pace(source, contexts, seconds)
         name = source.name if method == "propose" else extended(source.name)
         self.planner.observe_call(name, len(contexts), seconds)
         source.cost = self.planner.call_seconds(name) if method == "propose" else source.cost
         return drafts
+
+    def _judge_pace(
+        self, source: DraftSource, contexts: Sequence[DraftContext], seconds: float
+    ) -> None:
+        """A source that holds everybody up is left out; its first call may warm up."""
+        known = self._lengths
+        keys = [(source.name, context.request_id) for context in contexts]
+        lengths = [len(context.token_ids) for context in contexts]
+        new = sum(lengths) - sum(known.get(key, 0) for key in keys)
+        known.update(zip(keys, lengths, strict=True))
+        if seconds > STALL_SECONDS + STALL_PER_TOKEN * new and source.name in self._called:
+            self.guard.failed(source, "stall")
+            for context in contexts:
+                self.guard.pause(source, context.request_id)
+        else:
+            self.guard.went_well(source.name, [context.request_id for context in contexts])
+        self._called.add(source.name)
 
     def _give_up(
         self, source: DraftSource, request_ids: Sequence[str], what: str, error: Exception | None
