@@ -42,7 +42,7 @@ def test_public_names_are_this_list():
         *("KVFull", "Logprob", "MissingDependency", "ModelError", "Outcome", "OutriderError"),
         *("PromptError", "RequestMetrics", "RequestOutput", "SamplingError", "SamplingParams"),
         *("ScriptedSource", "SourceError", "SourceMetrics", "SpeculativeMetrics", "StreamChunk"),
-        *("TableError", "TokenizerMismatch", "UserError"),
+        *("TableError", "Terms", "TokenizerMismatch", "UserError"),
     ]
     for name in outrider.__all__:
         assert getattr(outrider, name).__name__ == name

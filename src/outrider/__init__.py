@@ -33,12 +33,14 @@ if TYPE_CHECKING:
         StreamChunk,
     )
     from outrider.sampling_params import SamplingParams
+    from outrider.terms import Terms
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "outrider.llm": ("LLM",),
     "outrider.sampling_params": ("SamplingParams",),
+    "outrider.terms": ("Terms",),
     "outrider.results": (
         *("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
         *("SourceMetrics", "SpeculativeMetrics", "StreamChunk"),
@@ -77,6 +79,7 @@ __all__ = [
     "SpeculativeMetrics",
     "StreamChunk",
     "TableError",
+    "Terms",
     "TokenizerMismatch",
     "UserError",
 ]

@@ -7,23 +7,30 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from outrider.checks import boolean, integer, shown, token_ids
 from outrider.drafting.build import SpeculativeConfig, build_sources, check_config, split_rule
+from outrider.drafting.methods import METHODS
 from outrider.engine.engine import Engine, check_sizes
 from outrider.engine.verification import make_verifier
 from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
+from outrider.policy.live import LivePolicy
+from outrider.policy.rule_document import load_policy
 from outrider.policy.view import Policy
 from outrider.prompts import Conversation, Prompt, PromptReader, Submission, is_conversation
 from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
+from outrider.terms import Terms
 from outrider.threads import check_num_threads
 
 ParamsLike: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+TermsLike: TypeAlias = Terms | Sequence[Terms] | None
+RulesLike: TypeAlias = str | Path | Mapping[str, Any] | None
+T = TypeVar("T", SamplingParams, Terms)
 
 KV_SHARE = 0.25  # of the free memory that KV may take unless told otherwise
 
@@ -51,10 +58,15 @@ class LLM:
         eos_token_ids: what ends a text, an id or several; default: the model's own, with `target`
             the tokenizer's.
         policy: decides which draft tokens go to the target; default: the planner, by what pays.
+        rules: a JSON policy that narrows what may be drafted: a file, or the document itself. It
+            can be exchanged at any time: `LLM.rules.replace(document)`.
+        enable_prefix_caching: KV of earlier texts is kept while there is room, and a prompt that
+            begins like one of the same owner does not compute it again.
 
     Raises:
         ModelError: the model is unknown or cannot be run exactly; the message says why.
-        ConfigError: an unknown key or value in the speculative config, or a bad size.
+        ConfigError: an unknown key or value in the speculative config, or a bad size; the
+            rules are none, the message names the place of the fault.
     """
 
     def __init__(
@@ -75,6 +87,8 @@ class LLM:
         target: Target | None = None,
         eos_token_ids: int | Sequence[int] | None = None,
         policy: Policy | None = None,
+        rules: RulesLike = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
         if num_threads is not None:
             _set_num_threads(num_threads)
@@ -82,6 +96,9 @@ class LLM:
         check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
         if eos_token_ids is not None:
             eos_token_ids = _eos_ids(eos_token_ids)
+        boolean("enable_prefix_caching", enable_prefix_caching)
+        document = load_policy(Path(rules)) if isinstance(rules, str | Path) else rules
+        LivePolicy(document)
         check_config(speculative_config)  # loading a model takes longer than finding a typo
         _, rule = split_rule(speculative_config)
         if target is None:
@@ -118,7 +135,11 @@ class LLM:
             max_model_len=max_model_len,
             planner=policy,
             seed=seed,
+            reuse_prefixes=enable_prefix_caching,
         )
+        sources = [source.name for source in self.engine.speculation.sources]
+        self.rules = LivePolicy(document, {*METHODS, *sources})
+        self.engine.speculation.rules = self.rules
         self.prompts = PromptReader(self.tokenizer)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[StreamChunk]] = {}
@@ -133,6 +154,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: ParamsLike = None,
         use_tqdm: bool = False,
+        *,
+        terms: TermsLike = None,
     ) -> list[RequestOutput]:
         """Complete prompts; results are in the order of the prompts.
 
@@ -140,16 +163,18 @@ class LLM:
             prompts: text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
             sampling_params: one for all, or one per prompt; default: `SamplingParams()`.
             use_tqdm: show progress.
+            terms: how they are served: one for all, or one per prompt.
 
         Raises:
             PromptError: a prompt is empty, too long, of a wrong type, or has unknown ids.
-            SamplingError: as many parameters as prompts were expected, or ids are unknown.
+            SamplingError: as many parameters or terms as prompts were expected, ids are unknown,
+                or a source is.
         """
         is_one = isinstance(prompts, str | Mapping)
         listed = [prompts] if is_one else _as_list(prompts, "prompts")
         params = _params_for(len(listed), sampling_params)
         submissions = [self.prompts.read_prompt(*pair) for pair in zip(listed, params, strict=True)]
-        return self._run(submissions, use_tqdm)
+        return self._run(submissions, _terms_for(len(listed), terms), use_tqdm)
 
     def chat(
         self,
@@ -159,6 +184,7 @@ class LLM:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        terms: TermsLike = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or a list of conversations.
 
@@ -173,10 +199,14 @@ class LLM:
             self.prompts.read_conversation(*pair, variables)
             for pair in zip(conversations, params, strict=True)
         ]
-        return self._run(submissions, use_tqdm)
+        return self._run(submissions, _terms_for(len(conversations), terms), use_tqdm)
 
     def stream(
-        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        terms: Terms | None = None,
     ) -> Generator[StreamChunk, None, None]:
         """Chunks of one answer as they come; their joined text is what `generate` gives.
 
@@ -187,11 +217,12 @@ class LLM:
             submission = self.prompts.read_prompt(prompt, params)
         else:
             submission = self.prompts.read_conversation(_as_list(prompt, "a prompt"), params, {})
-        self.engine.check(submission.token_ids, params)
-        return self._stream(submission)
+        [served] = _terms_for(1, terms)
+        self.engine.check(submission.token_ids, params, served)
+        return self._stream(submission, served)
 
-    def _stream(self, submission: Submission) -> Generator[StreamChunk, None, None]:
-        with self._submitted([submission]) as (request_id,):
+    def _stream(self, submission: Submission, terms: Terms) -> Generator[StreamChunk, None, None]:
+        with self._submitted([submission], [terms]) as (request_id,):
             mailbox = self._mailboxes[request_id]
             while True:
                 while not mailbox:
@@ -201,12 +232,14 @@ class LLM:
                 if chunk.result is not None:
                     return
 
-    def _run(self, submissions: Sequence[Submission], use_tqdm: bool) -> list[RequestOutput]:
-        for submission in submissions:
-            self.engine.check(submission.token_ids, submission.params)
+    def _run(
+        self, submissions: Sequence[Submission], terms: Sequence[Terms], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        for submission, served in zip(submissions, terms, strict=True):
+            self.engine.check(submission.token_ids, submission.params, served)
         results: dict[str, RequestOutput] = {}
         with (
-            self._submitted(submissions) as request_ids,
+            self._submitted(submissions, terms) as request_ids,
             _progress(len(request_ids), use_tqdm) as bar,
         ):
             mailboxes = [self._mailboxes[request_id] for request_id in request_ids]
@@ -221,12 +254,16 @@ class LLM:
         return [results[request_id] for request_id in request_ids]
 
     @contextmanager
-    def _submitted(self, submissions: Sequence[Submission]) -> Iterator[list[str]]:
+    def _submitted(
+        self, submissions: Sequence[Submission], terms: Sequence[Terms]
+    ) -> Iterator[list[str]]:
         """Requests under way; whatever happens inside, none of them outlives the block."""
         request_ids = [str(next(self._ids)) for _ in submissions]
         try:
             with self.engine.lock:
-                for request_id, submission in zip(request_ids, submissions, strict=True):
+                for request_id, submission, served in zip(
+                    request_ids, submissions, terms, strict=True
+                ):
                     self._mailboxes[request_id] = deque()
                     self.engine.add_request(
                         request_id,
@@ -234,6 +271,7 @@ class LLM:
                         submission.params,
                         prompt=submission.text,
                         prediction=submission.prediction,
+                        terms=served,
                     )
             yield request_ids
         except GeneratorExit:  # nothing went wrong: the caller has heard enough
@@ -271,17 +309,24 @@ def _as_list(values: Any, name: str) -> list[Any]:
 
 def _params_for(count: int, params: ParamsLike) -> list[SamplingParams]:
     """One per prompt."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise SamplingError(
-            f"sampling_params must be SamplingParams or a list of them, got {shown(params)}"
-        )
-    if len(params) != count:
-        raise SamplingError(f"{count} prompts need {count} sampling_params, got {len(params)}")
-    return list(params)
+    return _each(
+        count, SamplingParams() if params is None else params, SamplingParams, "sampling_params"
+    )
+
+
+def _terms_for(count: int, terms: TermsLike) -> list[Terms]:
+    """One per prompt."""
+    return _each(count, Terms() if terms is None else terms, Terms, "terms")
+
+
+def _each(count: int, given: Any, kind: type[T], name: str) -> list[T]:
+    if isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
+        raise SamplingError(f"{name} must be {kind.__name__} or a list of them, got {shown(given)}")
+    if len(given) != count:
+        raise SamplingError(f"{count} prompts need {count} {name}, got {len(given)}")
+    return list(given)
 
 
 def _draft_model_loader(dtype: str, device: str) -> Any:

@@ -163,8 +163,11 @@ class Engine:
         for choice in group.choices:
             self.scheduler.add(choice)
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, terms: Terms | None = None
+    ) -> None:
         """Raise what `add_request` would raise, and queue nothing."""
+        self.speculation.check_terms(terms or Terms())
         self._intake.check(prompt_token_ids, params)
 
     def abort(self, *request_ids: str) -> None:

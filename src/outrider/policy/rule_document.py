@@ -3,7 +3,7 @@
 {"version": 1,
  "rules": [{"name": "short drafts under load",
             "when": {"batch_size": {"at_least": 8}, "kind": ["chat", "maths"]},
-            "then": {"forbid": ["table"], "num_draft_tokens": 4},
+            "then": {"forbid": ["remote drafts"], "num_draft_tokens": 4},
             "last": false}]}
 """
 
