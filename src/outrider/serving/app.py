@@ -38,7 +38,11 @@ def _routes(service: Service) -> FastAPI:
         version=__version__,
         lifespan=lifespan,
         openapi_url=None,
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_route},
+        exception_handlers={
+            ApiError: _refuse,
+            HTTPException: _refuse_route,
+            Exception: _excuse,
+        },
     )
     app.state.service = service
     _add_api(app, service)
@@ -99,6 +103,12 @@ def authorize(service: Service, request: Request) -> None:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _excuse(_: Request, __: Exception) -> Response:
+    """What nobody foresaw; it goes on to the edge, which logs it."""
+    error = ApiError(500, "the server failed at this call; its log says more")
     return error_response(error)
 
 

@@ -115,7 +115,7 @@ async def read_json(request: Request, most: int) -> Any:
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s") from None
     try:
-        return json.loads(data, parse_constant=_no_number)
+        return json.loads(data.decode(), parse_constant=_no_number)
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -182,16 +182,10 @@ class Edge:
             status = GONE
         except Exception:
             logger.exception("a call failed", extra={"record": record})
-            if not status:
-                await error_response(internal_error())(scope, receive, send_with_id)
         finally:
             seconds = round(perf_counter() - start, 6)
             self._count(scope["path"], status)
             logger.info("call", extra={"record": record | {"status": status, "seconds": seconds}})
-
-
-def internal_error() -> ApiError:
-    return ApiError(500, "the server failed at this call; its log says more", code="internal_error")
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

@@ -108,7 +108,7 @@ class Metrics:
         self.observe("request_prompt_tokens", len(result.prompt_token_ids))
         self.observe("request_params_n", n)
         if max_tokens is not None:
-            self.observe("request_params_max_tokens", max_tokens)
+            self.observe("request_params_max_tokens", min(max_tokens, SIZES[-1]))
         self._observe_times(times, max(1, num_output // n))
 
     def _observe_times(self, times: RequestMetrics, num_tokens: int) -> None:

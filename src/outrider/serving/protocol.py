@@ -251,12 +251,21 @@ def parse(kind: type[Body], body: Any) -> Body:
         raise _fault(error, body) from error
     if call.stream_options is not None and not call.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if call.response_format not in (None, {"type": "text"}):
+        raise ApiError(
+            400,
+            'response_format must be {"type": "text"}: this server constrains no answers, got '
+            f"{shown(call.response_format)}",
+            param="response_format",
+        )
     return call
 
 
 def _fault(error: ValidationError, body: Any) -> ApiError:
     faults = error.errors(include_url=False)
     first = faults[0]
+    if not first["loc"]:  # a name that is no text
+        return ApiError(400, f"the body is wrong: {first['msg']}")
     path = _path(first["loc"], body, first["type"] in ("missing", "extra_forbidden"))
     if first["type"] == "extra_forbidden":
         said = f"{shown(path)} is no field that this server knows, and none is ignored"

@@ -55,15 +55,14 @@ class Ticket:
         Raises:
             EngineFailure: the engine lost one of the prompts.
         """
-        is_open = True
-        while is_open:
+        while self.num_open or self._items:
             await self._arrived.wait()
             self._arrived.clear()
+            items, self._items = self._items, []
+            if items:
+                yield items
             if self._error is not None:
                 raise self._error
-            items, self._items = self._items, []
-            is_open = self.num_open > 0
-            yield items
 
     def deliver(self, items: Iterable[Item]) -> None:
         for item in items:

@@ -1,0 +1,232 @@
+"""Faults inside and clients that go: what is affected says so, the rest goes on, nothing leaks."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fakes import FakeTarget
+from serving_cases import (
+    CHAT,
+    COMPLETIONS,
+    GREEDY,
+    USER,
+    VOCAB,
+    Caller,
+    asked,
+    loop_with,
+    make_llm,
+    refusal,
+    serving,
+)
+
+from outrider import Draft, DraftSource, SamplingParams
+from outrider.serving.app import create_app, service_of
+from outrider.serving.service import Settings
+from outrider.terms import Terms
+
+LONG = {"prompt": "the cat", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+
+
+class FaultyTarget(FakeTarget):
+    """Fails in the forwards whose numbers are named, and in all that hold a named token."""
+
+    def __init__(self, numbers: Any = (), poison: int | None = None) -> None:
+        super().__init__(VOCAB)
+        self.numbers, self.poison = numbers, poison
+
+    def forward(self, batch):
+        if self.num_forwards in self.numbers or self.poison in batch.token_ids.tolist():
+            self.num_forwards += 1
+            raise RuntimeError("out of luck")
+        return super().forward(batch)
+
+
+class FaultySource(DraftSource):
+    """Raises whenever it is asked."""
+
+    name = "faulty"
+
+    def propose(self, contexts, budgets) -> list[Draft]:
+        raise OSError("no such luck")
+
+
+async def until(condition, seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def idle(llm) -> bool:
+    engine = llm.engine
+    return not engine.has_work and engine.arena.num_free_pages == engine.arena.num_pages
+
+
+def test_a_failed_forward_is_a_500_and_the_next_call_is_answered():
+    with serving(make_llm(target=FaultyTarget([2]))) as client:
+        error = refusal(client.post(COMPLETIONS, json=LONG), 500)
+        assert error["code"] == "engine_failure" and error["type"] == "server_error"
+        assert "out of luck" in error["message"]
+        assert asked(client, COMPLETIONS, **LONG)["usage"]["completion_tokens"] == 200
+        assert client.get("/health").status_code == 200
+
+
+def test_a_stream_that_fails_says_so_in_its_last_event():
+    with serving(make_llm(target=FaultyTarget([3]))) as client:
+        response = client.post(COMPLETIONS, json={**LONG, "stream": True})
+        *events, error, done, rest = response.text.split("\n\n")
+        assert response.status_code == 200 and len(events) >= 1
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_failure"
+        assert (done, rest) == ("data: [DONE]", "")
+
+
+def test_only_the_requests_of_the_failed_step_fail():
+    llm = make_llm(target=FaultyTarget(poison=7), max_num_seqs=1)
+    app = create_app(llm, Settings(max_waiting=8))
+
+    async def calls():
+        poisoned, healthy = {**LONG, "prompt": [7, 8]}, {**LONG, "banned_token_ids": [7]}
+        callers = [Caller(app, COMPLETIONS, body) for body in (poisoned, healthy, healthy)]
+        await asyncio.gather(*(caller.task for caller in callers))
+        return [caller.sent[0]["status"] for caller in callers]
+
+    with loop_with(app) as runner:
+        assert runner.run(calls()) == [500, 200, 200]
+    assert idle(llm)
+
+
+def test_a_source_that_raises_ends_no_server():
+    with serving(make_llm(FaultySource())) as client:
+        response = client.post(COMPLETIONS, json=LONG)
+        if response.status_code == 200:  # the engine has done without the source
+            assert response.json()["choices"][0]["text"] == asked_plainly()
+        else:
+            assert "no such luck" in refusal(response, 500)["message"]
+        assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_everything_within_one_step(path, stream):  # B28
+    llm = make_llm()
+    app = create_app(llm)
+    body = {**GREEDY, "max_tokens": 200, "stream": stream, "n": 2}
+    body |= {"prompt": "the cat"} if path == COMPLETIONS else {"messages": USER}
+
+    async def call():
+        caller = Caller(app, path, body)
+        await until(lambda: llm.engine.times.steps >= 3)
+        caller.gone.set()
+        await caller.task
+        sent = llm.engine.times.steps
+        await until(lambda: idle(llm))
+        assert llm.engine.times.steps <= sent + 2
+        again = Caller(app, COMPLETIONS, LONG)  # the next request is right
+        await again.task
+        return json.loads(again.text)
+
+    with loop_with(app) as runner:
+        found = runner.run(call())
+    whole = asked_plainly()
+    assert found["choices"][0]["text"] == whole
+    assert service_of(app).limits.num_choices == 0
+    llm.engine.check_integrity()
+
+
+def plain_params(max_tokens: int = 200) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def asked_plainly() -> str:
+    llm = make_llm(speculative_config=None)
+    return llm.generate("the cat", plain_params())[0].outputs[0].text
+
+
+def test_a_client_that_is_gone_before_its_answer_begins_costs_nothing():
+    llm = make_llm()
+    app = create_app(llm)
+
+    async def call():
+        for stream in (False, True):
+            caller = Caller(app, COMPLETIONS, {**LONG, "stream": stream})
+            caller.gone.set()
+            await caller.task
+        await until(lambda: idle(llm))
+
+    with loop_with(app) as runner:
+        runner.run(call())
+    assert service_of(app).limits.num_choices == 0
+
+
+def test_cancelling_twice_and_after_the_end_does_nothing():
+    llm = make_llm()
+    app = create_app(llm)
+    service = service_of(app)
+
+    async def call():
+        params = llm.prompts.read_prompt("the cat", plain_params())
+        ticket = service.worker.submit([params], Terms())
+        parts = [item.chunk async for items in ticket for item in items]
+        for _ in range(2):
+            service.worker.cancel(ticket)
+        other = service.worker.submit([params], Terms())
+        for _ in range(3):
+            service.worker.cancel(other)
+        await until(lambda: idle(llm))
+        return "".join(part.text for part in parts)
+
+    with loop_with(app) as runner:
+        assert runner.run(call()) == asked_plainly()
+
+
+def test_an_engine_that_cannot_let_go_is_told_and_not_asked_again():
+    class Stuck(FaultyTarget):
+        def forward(self, batch):
+            raise RuntimeError("stuck")
+
+    llm = make_llm(target=Stuck())
+
+    def abort(*_: str) -> None:
+        raise RuntimeError("cannot")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "abort", abort)
+        app = create_app(llm)
+
+        async def calls():
+            first = Caller(app, COMPLETIONS, LONG)
+            await first.task
+            await until(lambda: not service_of(app).worker.is_alive)
+            second = Caller(app, COMPLETIONS, LONG)
+            health = Caller(app, "/health", {}, "GET")
+            await asyncio.gather(second.task, health.task)
+            return [caller.sent[0]["status"] for caller in (first, second, health)]
+
+        with loop_with(app) as runner:
+            assert runner.run(calls()) == [500, 503, 503]
+
+
+def test_calls_side_by_side_each_get_their_own_text():
+    llm = make_llm(max_num_seqs=4)
+    app = create_app(llm, Settings(max_waiting=100))
+    prompts = [text for text in ("the cat", "a dog", "end.", "x", "the", "zz") for _ in range(2)]
+
+    async def calls():
+        bodies = [
+            {**GREEDY, "prompt": prompt, "stream": bool(index % 2)}
+            for index, prompt in enumerate(prompts)
+        ]
+        callers = [Caller(app, COMPLETIONS, body) for body in bodies]
+        await asyncio.gather(*(caller.task for caller in callers))
+        return [caller.text for caller in callers]
+
+    with loop_with(app) as runner:
+        texts = runner.run(calls())
+    for index, prompt in enumerate(prompts):
+        [expected] = make_llm(speculative_config=None).generate(prompt, plain_params(24))
+        if index % 2:
+            lines = [line for line in texts[index].split("\n\n") if line.startswith("data: {")]
+            parts = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
+        else:
+            parts = [json.loads(texts[index])["choices"][0]["text"]]
+        assert "".join(parts) == expected.outputs[0].text
