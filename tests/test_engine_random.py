@@ -1,12 +1,13 @@
-"""Any drafts, parameters, KV size, an abort at any time: the text is that of plain decoding."""
+"""Any drafts, parameters, terms, KV size, an abort at any time: the text is plain decoding's."""
 
 import pytest
-from fakes import ALPHABET, ReplaySource, make_engine, run
+from fakes import ALPHABET, ReplaySource, drain, make_engine, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.drafting.source import Draft
 from outrider.sampling_params import SamplingParams
+from outrider.terms import Terms
 
 VOCAB = len(ALPHABET.pieces)
 
@@ -24,12 +25,20 @@ PARAMS = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, 1]),
     stop=st.sampled_from([None, ["a", "END"], ["th"]]),
+    owner=st.sampled_from(["me", "you"]),
 )
-REQUESTS = st.lists(
-    st.tuples(st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=40), PARAMS),
-    min_size=1,
-    max_size=5,
+TERMS = st.builds(
+    Terms,
+    priority=st.integers(-1, 1),
+    deadline=st.sampled_from([None, 1e-6, 0.5, 60.0]),
+    num_draft_tokens=st.sampled_from([None, None, 0, 2]),
 )
+# beginnings that several prompts have in common, up to three pages long
+BEGINNING = st.sampled_from([[], [], [3] * 16, [3] * 32, [3] * 16 + [4] * 17, [5] * 48])
+PROMPT = st.builds(
+    list.__add__, BEGINNING, st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=30)
+)
+REQUESTS = st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=5)
 # one draft per place in the text: tree or not, and for every token its parent and what it says
 SCRIPT = st.lists(
     st.tuples(
@@ -62,12 +71,21 @@ def scripted(script, rest: list[int], place: int) -> Draft:
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
-@given(requests=REQUESTS, script=SCRIPT, pages=st.integers(5, 12), aborted=st.integers(0, 8))
+@given(
+    requests=REQUESTS,
+    terms=st.lists(TERMS, min_size=6, max_size=6),
+    script=SCRIPT,
+    pages=st.integers(7, 14),
+    aborted=st.integers(0, 8),
+)
 @pytest.mark.slow
-def test_random_drafts_change_nothing(requests, script, pages, aborted):
+def test_random_drafts_and_terms_change_nothing(requests, terms, script, pages, aborted):
     named = {f"r{i}": request for i, request in enumerate(requests)}
     named["victim"] = ([1, 2, 3], SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
-    plain = run(make_engine(), named)
+    plain = {
+        name: run(make_engine(reuse_prefixes=False), {name: request})[name]
+        for name, request in named.items()
+    }
     known = {
         name if len(result.outputs) == 1 else f"{name}#{output.index}": output.token_ids
         for name, result in plain.items()
@@ -78,7 +96,18 @@ def test_random_drafts_change_nothing(requests, script, pages, aborted):
     )
     sizes = {"kv_cache_tokens": 16 * pages, "max_num_batched_tokens": 19, "max_num_seqs": 4}
     engine = make_engine([source], **sizes)
-    found = run(engine, named, abort=("victim", aborted))
+    for (name, (prompt, sampling)), served in zip(named.items(), terms, strict=False):
+        engine.add_request(name, prompt, sampling, terms=served)
+    found = drain(engine, abort=("victim", aborted))
+    check(found, plain)
+    assert set(source.released) >= set(known)
+    # Once more, on the KV that is left of the first time.
+    for name, (prompt, sampling) in named.items():
+        engine.add_request(name, prompt, sampling)
+    check(drain(engine), plain)
+
+
+def check(found, plain) -> None:
     for name, result in plain.items():
         for mine, theirs in zip(found[name].outputs, result.outputs, strict=True):
             count = len(mine.token_ids)
@@ -89,4 +118,3 @@ def test_random_drafts_change_nothing(requests, script, pages, aborted):
                 assert mine.logprobs == theirs.logprobs
                 assert mine.finish_reason == theirs.finish_reason
                 assert mine.stop_reason == theirs.stop_reason
-    assert set(source.released) >= set(known)
