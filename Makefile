@@ -9,7 +9,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: help demo test test-fast test-slow test-models test-exchange check format bench clean train-demo
+.PHONY: help demo test test-fast test-slow test-models test-exchange check format bench clean train-demo bench-mixed
 
 help:
 	@echo "make demo    plain next to speculative decoding of real prompts (ARGS='--rounds 5')"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-exchange   drafters to and from speculators and vLLM, which it installs"
 	@echo "make check   format, lint and types"
 	@echo "make bench   measure what README.md claims (ARGS='--only NAME' for one row)"
+	@echo "make bench-mixed   mixed traffic: the planner against every source alone"
 	@echo "make train-demo   a drafter from nothing in some minutes, in TRAIN_DEMO"
 
 demo: .venv/.installed
@@ -57,6 +58,9 @@ format: .venv/.installed-dev
 
 bench: .venv/.installed-bench
 	$(PY) bench/engine.py $(ARGS)
+
+bench-mixed: .venv/.installed-bench
+	$(PY) bench/mixed.py $(ARGS)
 
 test-models: .venv/.installed-gemma
 

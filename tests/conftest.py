@@ -2,6 +2,7 @@
 
 import pytest
 
+from outrider.engine.engine import Engine
 from outrider.policy.cost import CostModel
 
 
@@ -10,3 +11,4 @@ def steady_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Plans follow the prior cost of a row: what a busy machine measures must not fail a test."""
     if "measured_costs" not in request.keywords:
         monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+        monkeypatch.setattr(Engine, "measure_costs", lambda _: None)

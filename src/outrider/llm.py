@@ -101,6 +101,7 @@ class LLM:
         LivePolicy(document)
         check_config(speculative_config)  # loading a model takes longer than finding a typo
         _, rule = split_rule(speculative_config)
+        is_ours = target is None  # nobody else has anything in its KV
         if target is None:
             from outrider.target.load import load_target
 
@@ -138,6 +139,8 @@ class LLM:
             reuse_prefixes=enable_prefix_caching,
         )
         sources = [source.name for source in self.engine.speculation.sources]
+        if is_ours and sources and policy is None:
+            self.engine.measure_costs()
         self.rules = LivePolicy(document, {*METHODS, *sources})
         self.engine.speculation.rules = self.rules
         self.prompts = PromptReader(self.tokenizer)

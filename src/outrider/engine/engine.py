@@ -27,6 +27,7 @@ from outrider.engine.verification import MatchingVerifier, NewTokens, Verifier
 from outrider.errors import ConfigError, SourceError
 from outrider.policy.cost import CostModel
 from outrider.policy.feedback import record
+from outrider.policy.measure import surface_of
 from outrider.policy.planner import Planner
 from outrider.policy.view import Policy, StepView
 from outrider.results import Logprob, SpeculativeMetrics, StreamChunk
@@ -169,6 +170,14 @@ class Engine:
         """Raise what `add_request` would raise, and queue nothing."""
         self.speculation.check_terms(terms or Terms())
         self._intake.check(prompt_token_ids, params)
+
+    def measure_costs(self) -> None:
+        """Let the planner know what forwards take on this machine: from the cache, or in seconds.
+
+        What is in the KV of the target is lost; nothing may be under way.
+        """
+        assert not self.scheduler.has_work, "requests are under way"
+        self.cost.use(surface_of(self.target, self.arena.num_pages, self.scheduler.max_rows))
 
     def abort(self, *request_ids: str) -> None:
         """End requests now; nothing happens to one that is unknown or finished.

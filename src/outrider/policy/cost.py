@@ -41,7 +41,9 @@ class CostModel:
         self._per_token = np.zeros(max_rows + 1)
         self._mean = np.ones(max_rows + 1)  # of seconds over those of the surface
         self._count = np.zeros(max_rows + 1, np.int64)
-        self._ratio: np.ndarray | None = None
+        # Corrected seconds by rows, and what a token of context adds; lists, because single numbers
+        # of an array take 100 ns each.
+        self._lines: tuple[list[float], list[float]] | None = None
         self._news = 0  # measurements that the curve does not know yet
         if surface is not None:
             self.use(surface)
@@ -56,7 +58,7 @@ class CostModel:
             self._base += slope * np.maximum(0, every - rows[-1])
         self._per_token = np.interp(every, rows, surface.per_token)
         self._count[:] = 0
-        self._ratio = None
+        self._lines = None
 
     def observe(self, num_rows: int, seconds: float, context: int = 0) -> None:
         """A decode step of this many rows took this long, sampling included."""
@@ -70,18 +72,18 @@ class CostModel:
         self._count[num_rows] = count + 1
         self._news += 1
         if count < FEW or self._news >= REFRESH:
-            self._ratio = None
+            self._lines = None
 
     def seconds(self, first: int, last: int, context: int = 0) -> list[float]:
         """Of `first`, `first` + 1, … `last` rows; counts beyond `max_rows` are left out.
 
         In units of a one-row step before the first measurement.
         """
-        if self._ratio is None:
-            self._ratio = self._interpolated()
+        if self._lines is None:
+            self._lines = self._corrected()
+        base, per_token = self._lines
         part = slice(first, last + 1)
-        surface = self._base[part] + self._per_token[part] * context
-        return np.maximum.accumulate(surface * self._ratio[part]).tolist()
+        return [b + t * context for b, t in zip(base[part], per_token[part], strict=True)]
 
     def curve(self, context: int = 0) -> list[float]:
         """Seconds for 0, 1, 2, … rows."""
@@ -90,9 +92,11 @@ class CostModel:
     def _expected(self, num_rows: int, context: int) -> float:
         return float(self._base[num_rows]) + float(self._per_token[num_rows]) * context
 
-    def _interpolated(self) -> np.ndarray:
+    def _corrected(self) -> tuple[list[float], list[float]]:
         self._news = 0
         known = np.flatnonzero(self._count)
-        if not len(known):
-            return np.ones(self.max_rows + 1)
-        return np.interp(np.arange(self.max_rows + 1), known, self._mean[known])
+        ratio: np.ndarray | float = 1.0
+        if len(known):
+            ratio = np.interp(np.arange(self.max_rows + 1), known, self._mean[known])
+        base = np.maximum.accumulate(self._base * ratio).tolist()
+        return base, np.maximum.accumulate(self._per_token * ratio).tolist()

@@ -5,6 +5,7 @@ how many tokens the drafts before it are expected to bring, and by request: the 
 a step less those that the drafts before it would have brought alone, which the true text tells.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 TOPS = (0.25, 0.75, 1.5, 3.0, 6.0)  # expected tokens of the drafts before; the last has no top
@@ -21,7 +22,7 @@ OUTLIER = 3.0  # a call this many times as long as expected was disturbed by som
 
 def bucket(expected: float) -> int:
     """Class of the number of tokens expected without the source."""
-    return sum(expected >= top for top in TOPS)
+    return bisect_right(TOPS, expected)
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class SourceGain:
     """What one source brought, by kind and bucket, and what its calls cost."""
 
     cost: CallCost = field(default_factory=CallCost)
-    rows: float = 2.0  # draft rows submitted per request asked, running mean
+    rows: float = 0.0  # draft rows submitted per request asked, running mean
     skipped: int = 0  # steps since it was last asked
     interval: int = 0  # steps after which it is tried all the same
     is_on: bool = True  # it was asked in the last step, by what it brings

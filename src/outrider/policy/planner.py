@@ -22,6 +22,7 @@ from outrider.policy.view import Ask, StepView, cap
 
 EXPLORE_EVERY = 64  # one step in so many goes beyond what pays, so that estimates stay alive
 FLOOR = 0.01  # a token this unlikely is never worth a row
+PROBES = (1, 1, 2, 4)  # requests in the first calls of a source; the very first may warm up
 CHEAP = 0.01  # of a step: a source that takes less is asked without a second thought
 # A source that was not asked has to promise so much more tokens per second to be asked, and one
 # that was asked so much less not to be: estimates move a little in every step.
@@ -182,7 +183,9 @@ class Planner:
         plain = self.cost.seconds(view.num_rows, view.num_rows, view.context)[0]
         # Under a biased rule what is proposed has no say in who else is asked.
         expected = [0.0 if self._is_biased_rule else self._expected(ask) for ask in view.asks]
-        if gain.cost.seconds(len(able)) < CHEAP * plain:
+        if gain.cost.num_calls < len(PROBES):  # nobody knows what it costs
+            chosen = set(able[: PROBES[gain.cost.num_calls]])
+        elif gain.cost.seconds(len(able)) < CHEAP * plain:
             chosen = set(able)
         else:
             chosen = self._paying(gain, able, view, expected)

@@ -1,0 +1,155 @@
+"""Measures what forwards of a target cost on this machine, once, and keeps it in the cache.
+
+A forward is timed at a few row counts, each over a short and a long context; between them the cost
+model interpolates. The cache knows model, hardware, threads and version: a change of any of them
+measures again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+import outrider
+from outrider.cache import cache_dir
+from outrider.errors import ConfigError
+from outrider.policy.cost import Surface
+from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
+from outrider.target.kv import pages_for
+from outrider.writing import whole_file
+
+log = logging.getLogger("outrider")
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS_PER_REQUEST = 4  # about what a batch looks like: text row and some drafts each
+CONTEXTS = (16, 1024)  # tokens of each request
+ROUNDS = 3  # the fastest counts: others on the machine only ever make it slower
+MOST_SECONDS = 2.0  # after the first round, which warms up, no further one begins beyond them
+
+
+def surface_of(target: Target, num_pages: int, max_rows: int) -> Surface:
+    """From the cache, or measured now. What is in the KV of the target is overwritten.
+
+    Args:
+        num_pages: that the target has allocated.
+        max_rows: of one forward.
+    """
+    facts = _facts(target, max_rows)
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    path: Path | None = None
+    try:
+        path = cache_dir("costs") / f"{key}.json"
+        return _read(path)
+    except (ConfigError, OSError, ValueError, TypeError, KeyError):
+        surface = measure(target, num_pages, max_rows)
+    if path is not None:
+        _write(path, surface, facts)
+    return surface
+
+
+def measure(target: Target, num_pages: int, max_rows: int) -> Surface:
+    """Time forwards of each row count and context."""
+    longest = min(CONTEXTS[1], target.max_model_len - ROWS_PER_REQUEST, num_pages * PAGE_SIZE // 2)
+    contexts = (min(CONTEXTS[0], longest // 2), longest)
+    rows = [count for count in ROWS if count <= max_rows]
+    batches = [[_batch(target, n, context, num_pages) for context in contexts] for n in rows]
+    best = np.full((len(rows), 2), np.inf)
+    started = perf_counter()
+    for _ in range(ROUNDS):
+        for i, pair in enumerate(batches):
+            for j, batch in enumerate(pair):
+                best[i, j] = min(best[i, j], _seconds(target, batch))
+        if perf_counter() - started > MOST_SECONDS:
+            break
+    # Noise only adds: what takes no longer with more rows takes no longer with fewer.
+    best = np.minimum.accumulate(best[::-1], axis=0)[::-1]
+    base, per_token = [], []
+    for (short, long), pair in zip(best.tolist(), batches, strict=True):
+        near, far = (int(batch.context_lens.sum()) for batch in pair)
+        slope = max(0.0, (long - short) / (far - near)) if far > near else 0.0
+        base.append(max(short - slope * near, short / 2))
+        per_token.append(slope)
+    return Surface(tuple(rows), tuple(base), tuple(per_token))
+
+
+def _seconds(target: Target, batch: ForwardBatch) -> float:
+    start = perf_counter()
+    target.forward(batch).logits.argmax(dim=-1).tolist()  # waits for a device, as sampling does
+    return perf_counter() - start
+
+
+def _batch(target: Target, num_rows: int, context: int, num_pages: int) -> ForwardBatch:
+    """Rows of as many requests as they make, each in pages of its own as far as there are some."""
+    counts = [ROWS_PER_REQUEST] * (num_rows // ROWS_PER_REQUEST)
+    if num_rows % ROWS_PER_REQUEST:
+        counts.append(num_rows % ROWS_PER_REQUEST)
+    held = pages_for(context + ROWS_PER_REQUEST)
+    local = np.concatenate([np.arange(count) for count in counts])  # place among its request's rows
+    return ForwardBatch(
+        token_ids=(np.arange(num_rows) % target.vocab_size).astype(np.int32),
+        positions=(context + local).astype(np.int32),
+        row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        context_lens=np.full(len(counts), context, np.int32),
+        page_tables=[
+            ((np.arange(held) + i * held) % num_pages).astype(np.int32) for i in range(len(counts))
+        ],
+        parents=(local - 1).astype(np.int32),
+        logits_rows=np.arange(num_rows, dtype=np.int32),
+        is_tree=np.zeros(len(counts), np.bool_),
+    )
+
+
+def _facts(target: Target, max_rows: int) -> dict[str, Any]:
+    """What the cost depends on."""
+    return {
+        "outrider": outrider.__version__,
+        "torch": torch.__version__,
+        "target": [target.name, type(target).__name__, str(target.dtype), str(target.device)],
+        "sizes": [target.hidden_size, target.num_layers, target.vocab_size, max_rows],
+        "deterministic": target.deterministic,
+        "machine": [platform.machine(), _processor(), os.cpu_count()],
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _read(path: Path) -> Surface:
+    found = json.loads(path.read_text())
+    parts = [tuple(map(float, found[name])) for name in ("base", "per_token")]
+    rows = tuple(map(int, found["rows"]))
+    if not len(rows) == len(parts[0]) == len(parts[1]) > 0 or min(parts[0]) <= 0:
+        raise ValueError(f"{path} is no table of costs")
+    return Surface(rows, *parts)
+
+
+def _write(path: Path, surface: Surface, facts: dict[str, Any]) -> None:
+    """Keep it for the next start; a cache that cannot be written costs a second each time."""
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    content = {
+        "rows": surface.rows,
+        "base": surface.base,
+        "per_token": surface.per_token,
+        "made": made,
+        "of": facts,
+    }
+    try:
+        with whole_file(path) as file:
+            file.write(json.dumps(content, indent=1).encode())
+    except OSError as error:
+        log.warning("costs of this machine cannot be kept in %s: %s", path, error.strerror)
