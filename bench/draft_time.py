@@ -148,10 +148,7 @@ class Drafting:
         assert self.project is not None
         size = self.drafter.block_size  # blocks are whole
         if self.blocks is not None:
-            has_chains = self.chains is not None
-            said = self.blocks.draft(self._asked(num_tokens), has_chains)
-            if not has_chains:
-                said.logits.argmax(1)
+            self.blocks.draft(self._asked(num_tokens), choose=True)
             return
         self.stack.store_context(self.new, self.project(self.features))
         batch = batch_of([size] * self.count, [CONTEXT] * self.count, two_way=True)
@@ -176,7 +173,7 @@ class Drafting:
 
     def _masks(self, num_tokens: int) -> None:
         if self.masks is not None:
-            self.masks.draft(self._asked(num_tokens)).logits.argmax(1)
+            self.masks.draft(self._asked(num_tokens), choose=True)
             return
         size = NEW + num_tokens - 1
         batch = batch_of([size] * self.count, [CONTEXT - NEW] * self.count)

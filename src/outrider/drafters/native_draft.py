@@ -71,9 +71,9 @@ class Said:
 
     states: torch.Tensor  # float32 [R, H], before the last norm
     logits: torch.Tensor  # float32 [R, U], without the bias of a sequential head
-    tokens: np.ndarray  # int32 [R], the most likely ones, where they were to be chosen
-    probs: np.ndarray  # float32 [R], of these
-    chances: np.ndarray  # float32 [R], logits of acceptance; of a drafter that knows them
+    tokens: np.ndarray  # int32 [R], the most likely ones, where they were to be chosen …
+    probs: np.ndarray  # … float32 [R], their probabilities, unless the drafter knows …
+    chances: np.ndarray | None  # … float32 [R], logits of acceptance
 
 
 class OneCall:
@@ -89,6 +89,7 @@ class OneCall:
         self._call = getattr(lib, self.function)
         self._stack, self._config = stack, config
         self._shift: int = parts["shift"]
+        self._is_sure = False
         self._kept: list[Any] = [projection]
         self._job = _DraftJob(
             model=stack.address,
@@ -97,11 +98,12 @@ class OneCall:
             mask=config.mask_token_id or 0,
             **parts,
         )
+        self._ids = drafter.d2t.cpu().numpy().astype(np.int32)
         if projection is not None and projection.job is not None:
             self._job.fuse = ctypes.pointer(projection.job)
         self._context = torch.empty(0)
 
-    def _run(self, asked: Asked, num_positions: int, scratch_rows: int) -> Said:
+    def _run(self, asked: Asked, choose: bool, num_positions: int, scratch_rows: int) -> Said:
         """Set the job for these requests, which write up to `num_positions` at most, and run it."""
         lengths = [len(text) for text in asked.texts]
         new = sum(lengths) - len(lengths) * self._shift - sum(asked.held)
@@ -125,13 +127,15 @@ class OneCall:
             "fresh": self._fresh(asked),
             "tokens": said.tokens,
             "probs": said.probs,
-            "chances": said.chances,
         }
+        if said.chances is not None:
+            arrays["chances"] = said.chances
         features = asked.features.float().contiguous()
         tensors = {"features": features, "context": self._context}
         tensors |= {"states": said.states, "logits": said.logits}
         job = self._job
         job.requests = len(tables)
+        job.ids = pointer(self._ids) if choose else None
         for name, array in arrays.items():
             setattr(job, name, array.__array_interface__["data"][0])
         for name, tensor in tensors.items():
@@ -153,7 +157,7 @@ class OneCall:
             logits[:count],
             np.empty(count, np.int32),
             np.empty(count, np.float32),
-            np.empty(count, np.float32),
+            np.empty(count, np.float32) if self._is_sure else None,
         )
 
 
@@ -161,7 +165,7 @@ class NativeBlocks(OneCall):
     """DFlash and DSpark.
 
     Args:
-        chains: of DSpark; None: tokens are never chosen here.
+        chains: of a DSpark whose sequential head it is.
         confidence: of DSpark.
     """
 
@@ -179,8 +183,12 @@ class NativeBlocks(OneCall):
         super().__init__(drafter, stack, projection, **slots)
         self._size = drafter.block_size
         self._kept += [chains, confidence]
-        self._markov = None if chains is None or chains.job is None else ctypes.pointer(chains.job)
+        head = getattr(drafter, "markov_head", None)
+        self.can_choose = head is None or (chains is not None and chains.job is not None)
+        if chains is not None and chains.job is not None:
+            self._job.markov = ctypes.pointer(chains.job)
         if confidence is not None and confidence.of_state.job is not None:
+            self._is_sure = True
             self._job.confidence = ctypes.pointer(confidence.of_state.job)
             self._job.token_chances = pointer(confidence.of_token)
 
@@ -190,9 +198,8 @@ class NativeBlocks(OneCall):
         Args:
             choose: say the most likely tokens, and how sure they are.
         """
-        self._job.markov = self._markov if choose else None
         longest = max(map(len, asked.texts))
-        return self._run(asked, longest - 1 + self._size, len(asked.features))
+        return self._run(asked, choose, longest - 1 + self._size, len(asked.features))
 
 
 class NativeMasks(OneCall):
@@ -210,7 +217,7 @@ class NativeMasks(OneCall):
             self._kept.append(mask)
             self._job.mask_input = pointer(mask)
 
-    def draft(self, asked: Asked) -> Said:
+    def draft(self, asked: Asked, choose: bool) -> Said:
         """Run the rows that are new of each text, one at least, and masks behind them."""
         new = len(asked.features)
         assert new >= len(asked.texts), (new, len(asked.texts))
@@ -219,7 +226,7 @@ class NativeMasks(OneCall):
             for text, budget in zip(asked.texts, asked.budgets, strict=True)
         ]
         rows = new + sum(asked.budgets) - len(asked.budgets)
-        return self._run(asked, max(ends), new + rows)
+        return self._run(asked, choose, max(ends), new + rows)
 
 
 class NativeChains(OneCall):
@@ -229,8 +236,6 @@ class NativeChains(OneCall):
 
     def __init__(self, drafter: Recurrent, stack: NativeStack, projection: PackedLinear) -> None:
         super().__init__(drafter, stack, projection, shift=1)
-        self._ids = drafter.d2t.cpu().numpy().astype(np.int32)
-        self._job.ids = pointer(self._ids)
 
     def draft(self, asked: Asked) -> Said:
         """Run the rows that are new of each text, one at least, and go on from the last one."""
@@ -239,7 +244,7 @@ class NativeChains(OneCall):
         ends = [
             len(text) + budget - 2 for text, budget in zip(asked.texts, asked.budgets, strict=True)
         ]
-        return self._run(asked, max(ends), 2 * new)
+        return self._run(asked, True, max(ends), 2 * new)
 
 
 def native_blocks(

@@ -68,7 +68,7 @@ class Chooser:
             tokens, probs = draw_drafts(logits, groups, self._id_map)
         else:
             tokens, probs = draw_drafts(wide, groups)
-        self.take(seats, counts, tokens, probs)
+        self.take(seats, counts, tokens, logits_of(probs))
         for seat, group in zip(seats, groups, strict=True):
             if wide is not None and self._wants_probs and not seat.context.params.is_greedy:
                 seat.probs += list(target_probs(wide, group))
@@ -81,15 +81,13 @@ class Chooser:
         )
 
     def take(
-        self, seats: Sequence[Seat], counts: Sequence[int], tokens: np.ndarray, probs: np.ndarray
+        self, seats: Sequence[Seat], counts: Sequence[int], tokens: np.ndarray, chances: np.ndarray
     ) -> None:
-        """Append tokens chosen elsewhere, int32 [R], with their probabilities, float32 [R]."""
-        sure = np.clip(probs, 1e-6, 1 - 1e-6)
-        said, chances = tokens.tolist(), np.log(sure / (1 - sure)).tolist()
-        first = 0
+        """Append tokens chosen elsewhere, int32 [R], and logits of their chances, float32 [R]."""
+        said, sure, first = tokens.tolist(), chances.tolist(), 0
         for seat, count in zip(seats, counts, strict=True):
             seat.tokens += said[first : first + count]
-            seat.chances += chances[first : first + count]
+            seat.chances += sure[first : first + count]
             first += count
 
     def _group(self, seat: Seat, first_row: int, count: int) -> RowGroup:
@@ -105,6 +103,12 @@ class Chooser:
             draft_ids=[-1] * (count - 1),
             eos_token_ids=self._eos_token_ids,
         )
+
+
+def logits_of(probs: np.ndarray) -> np.ndarray:
+    """log(p / (1 - p)), float32 [R], finite at 0 and 1 too."""
+    sure = np.clip(probs, 1e-6, 1 - 1e-6)
+    return np.log(sure / (1 - sure))
 
 
 def ragged(

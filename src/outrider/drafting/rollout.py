@@ -19,11 +19,11 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.masked import Masked
 from outrider.drafters.medusa import Medusa
 from outrider.drafters.mtp import MTP
-from outrider.drafters.native_draft import Asked, native_blocks, native_chains, native_masks
+from outrider.drafters.native_draft import Asked, Said, native_blocks, native_chains, native_masks
 from outrider.drafters.native_heads import Confidence, MarkovChains, MedusaHeads
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
-from outrider.drafting.chooser import NO_PAGES, Chooser, Seat, ragged, rows_of
+from outrider.drafting.chooser import NO_PAGES, Chooser, Seat, logits_of, ragged, rows_of
 from outrider.target.base import ForwardBatch
 
 D = TypeVar("D", bound=Drafter)
@@ -68,6 +68,11 @@ class Rollout(Generic[D]):
             return seats[0].features
         return torch.cat([seat.features for seat in seats])
 
+    def _take(self, seats: Sequence[Seat], said: Said) -> None:
+        """Tokens that a compiled call has chosen."""
+        sure = logits_of(said.probs) if said.chances is None else said.chances
+        self.chooser.take(seats, [seat.budget for seat in seats], said.tokens, sure)
+
     def _asked(self, seats: Sequence[Seat]) -> Asked:
         return Asked(
             held=[seat.num_held for seat in seats],
@@ -105,8 +110,12 @@ class BlockRollout(Rollout[Block]):
     def draft(self, seats: Sequence[Seat]) -> None:
         budgets = [seat.budget for seat in seats]
         if self._blocks is not None:
-            said = self._blocks.draft(self._asked(seats), choose=False)
-            self._say(seats, budgets, said.states, said.logits)
+            choose = self._blocks.can_choose and self.chooser.are_plain(seats)
+            said = self._blocks.draft(self._asked(seats), choose)
+            if choose:
+                self._take(seats, said)
+            else:
+                self._say(seats, budgets, said.states, said.logits)
             return
         self._store(seats, [self._left(seat) for seat in seats], self._all_features(seats))
         size, first = self.drafter.block_size, self.drafter.first_slot
@@ -140,16 +149,6 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
         self._confidence = Confidence(drafter, self._dtype) if drafter.confidence_head else None
         self._blocks = native_blocks(drafter, stack, self._chains, self._confidence)
 
-    def draft(self, seats: Sequence[Seat]) -> None:
-        if self._blocks is None or self._chains is None or not self.chooser.are_plain(seats):
-            super().draft(seats)
-            return
-        said = self._blocks.draft(self._asked(seats), choose=True)
-        budgets = [seat.budget for seat in seats]
-        self.chooser.take(seats, budgets, said.tokens, said.probs)
-        if self._confidence is not None:
-            self._be_sure(seats, budgets, said.chances.tolist())
-
     def _say(
         self,
         seats: Sequence[Seat],
@@ -161,19 +160,16 @@ class SequentialBlockRollout(BlockRollout[DSpark]):
             super()._say(seats, budgets, states, logits)
         elif self._chains is not None and self.chooser.are_plain(seats):  # without the one call
             anchors = np.array([_last_token(seat) for seat in seats], np.int32)
-            self.chooser.take(seats, budgets, *self._chains.greedy(logits, budgets, anchors))
+            tokens, probs = self._chains.greedy(logits, budgets, anchors)
+            self.chooser.take(seats, budgets, tokens, logits_of(probs))
         else:
             self._one_by_one(seats, budgets, states, logits)
         if self._confidence is not None:
             text = [int(seat.context.token_ids[-1]) for seat in seats]
             before = [[last, *seat.tokens[:-1]] for last, seat in zip(text, seats, strict=True)]
-            self._be_sure(seats, budgets, self._confidence(states, np.concatenate(before)))
-
-    @staticmethod
-    def _be_sure(seats: Sequence[Seat], budgets: list[int], chances: list[float]) -> None:
-        """Take what the confidence head says, logits [R], for the chances of the tokens."""
-        for seat, budget in zip(seats, budgets, strict=True):
-            seat.chances, chances = chances[:budget], chances[budget:]
+            chances = self._confidence(states, np.concatenate(before))
+            for seat, budget in zip(seats, budgets, strict=True):
+                seat.chances, chances = chances[:budget], chances[budget:]
 
     def _one_by_one(
         self,
@@ -243,8 +239,12 @@ class MaskedRollout(_RowRollout[Masked]):
     def draft(self, seats: Sequence[Seat]) -> None:
         budgets = [seat.budget for seat in seats]
         if self._masks is not None:
-            said = self._masks.draft(self._asked(seats))
-            self.chooser.choose(seats, budgets, said.logits)
+            choose = self.chooser.are_plain(seats)
+            said = self._masks.draft(self._asked(seats), choose)
+            if choose:
+                self._take(seats, said)
+            else:
+                self.chooser.choose(seats, budgets, said.logits)
             return
         left = [self._left(seat) for seat in seats]
         counts = [new + budget - 1 for new, budget in zip(left, budgets, strict=True)]
@@ -280,8 +280,7 @@ class RecurrentRollout(_RowRollout[Recurrent]):
 
     def draft(self, seats: Sequence[Seat]) -> None:
         if self._chains is not None and self.chooser.are_plain(seats):
-            said = self._chains.draft(self._asked(seats))
-            self.chooser.take(seats, [seat.budget for seat in seats], said.tokens, said.probs)
+            self._take(seats, self._chains.draft(self._asked(seats)))
             return
         left = [self._left(seat) for seat in seats]
         x, side = self._text_inputs(seats, left, self._all_features(seats))

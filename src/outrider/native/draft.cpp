@@ -12,6 +12,7 @@
 
 #include "heads.h"
 #include "kv.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace outrider {
@@ -22,12 +23,12 @@ struct DraftJob {  // mirrored in outrider/drafters/native_draft.py
     const FuseJob *fuse;        // of features, or of embeddings and states; its rows are set here;
                                 // null: rows are embeddings alone
     const FuseJob *confidence;  // likewise; null: nothing says how sure it is
-    const MarkovJob *markov;    // likewise; null: logits and states are all that is wanted
+    const MarkovJob *markov;    // likewise; null: nothing to add to the logits before a choice
     int requests, hidden, columns, mask, block, first_slot, shift;
     const int *held, *lengths, *budgets;  // [requests]: rows of KV, tokens of text, tokens to say
     const int *last;   // [requests], the last token of each text
     const int *fresh;  // tokens of the new rows of all texts, `shift` behind their features; of blocks unused
-    const int *ids;    // [columns], the token of each column
+    const int *ids;    // [columns], the token of each column; null: nothing is to be chosen
     const int *page_offsets, *pages;
     const float *features;       // [new rows of all][F]
     const float *mask_input;     // [H], what a mask has in place of fused features
@@ -36,7 +37,7 @@ struct DraftJob {  // mirrored in outrider/drafters/native_draft.py
                                  // of chains twice the new rows
     float *states, *logits;      // [all budgets][H] and [..][columns]; of chains [requests]
     int *tokens;                 // [all budgets], chosen
-    float *probs, *chances;      // [all budgets], of the chosen ones; logits of acceptance
+    float *probs, *chances;      // [all budgets], of the chosen ones, or else logits of acceptance
 
     int fresh_rows(int b) const { return lengths[b] - shift - held[b]; }
     int all_fresh_rows() const {
@@ -88,6 +89,33 @@ void fuse(const DraftJob &job) {
     outrider_fuse(&fuse);
 }
 
+// The most likely column, the first of equals, and its probability.
+struct Choice {
+    int column;
+    float prob;
+};
+Choice most_likely(const float *logits, int columns) {
+    const float never = -std::numeric_limits<float>::infinity();
+    f32x16 tops = splat(never), sums = {};
+    for (int i = 0; i < columns; i += kLanes) tops = max(tops, load_part(logits + i, columns - i, never));
+    const float top = reduce_max(tops);
+    for (int i = 0; i < columns; i += kLanes) sums += exp(load_part(logits + i, columns - i, never) - top);
+    const float *found = std::find(logits, logits + columns, top);
+    return {found == logits + columns ? 0 : int(found - logits), 1.0f / reduce_add(sums)};
+}
+
+// The most likely token of a row of logits, at its place.
+void pick(const DraftJob &job, int row, int place) {
+    const Choice choice = most_likely(job.logits + long(row) * job.columns, job.columns);
+    job.tokens[place] = job.ids[choice.column];
+    job.probs[place] = choice.prob;
+}
+
+void pick_all(const DraftJob &job) {
+    const int rows = std::accumulate(job.budgets, job.budgets + job.requests, 0);
+    parallel_for(rows, 1, [&](long row) { pick(job, int(row), int(row)); });
+}
+
 // Keys and values of the tokens that the drafter has not seen yet.
 void take_in(const DraftJob &job) {
     std::vector<int> counts(job.requests);
@@ -122,7 +150,7 @@ void choose(const DraftJob &job, const std::vector<int> &starts) {
     markov.before = job.last;
     markov.logits = job.logits;
     markov.tokens = job.tokens;
-    markov.probs = job.probs;
+    markov.probs = job.confidence ? nullptr : job.probs;
     outrider_markov_choose(&markov);
 }
 
@@ -168,21 +196,6 @@ void append_masks(const DraftJob &job) {
     outrider_model_forward(job.model, &rows.batch);
 }
 
-// The most likely column, the first of equals, and its probability.
-struct Choice {
-    int column;
-    float prob;
-};
-Choice most_likely(const float *logits, int columns) {
-    const float never = -std::numeric_limits<float>::infinity();
-    f32x16 tops = splat(never), sums = {};
-    for (int i = 0; i < columns; i += kLanes) tops = max(tops, load_part(logits + i, columns - i, never));
-    const float top = reduce_max(tops);
-    for (int i = 0; i < columns; i += kLanes) sums += exp(load_part(logits + i, columns - i, never) - top);
-    const float *found = std::find(logits, logits + columns, top);
-    return {found == logits + columns ? 0 : int(found - logits), 1.0f / reduce_add(sums)};
-}
-
 // One row per request and depth. `going` are the requests that want another token.
 class Chain {
   public:
@@ -223,12 +236,7 @@ class Chain {
         rows.batch.x = x;
         rows.say(job_);
         outrider_model_forward(job_.model, &rows.batch);
-        for (size_t i = 0; i < going_.size(); i++) {
-            const Choice choice = most_likely(job_.logits + i * job_.columns, job_.columns);
-            const int place = at_[going_[i]] + depth;
-            job_.tokens[place] = job_.ids[choice.column];
-            job_.probs[place] = choice.prob;
-        }
+        for (size_t i = 0; i < going_.size(); i++) pick(job_, int(i), at_[going_[i]] + depth);
     }
 
     void first_rows() {
@@ -273,13 +281,17 @@ void outrider_draft_block(const outrider::DraftJob *job) {
     using namespace outrider;
     take_in(*job);
     fill(*job);
-    if (!job->markov) return;
+    if (!job->ids) return;
     std::vector<int> starts(job->requests + 1);
     std::partial_sum(job->budgets, job->budgets + job->requests, starts.begin() + 1);
-    choose(*job, starts);
+    if (job->markov) choose(*job, starts);
+    else pick_all(*job);
     if (job->confidence) judge(*job, starts);
 }
-void outrider_draft_masks(const outrider::DraftJob *job) { outrider::append_masks(*job); }
+void outrider_draft_masks(const outrider::DraftJob *job) {
+    outrider::append_masks(*job);
+    if (job->ids) outrider::pick_all(*job);
+}
 void outrider_draft_chain(const outrider::DraftJob *job) { outrider::Chain(*job).draft(); }
 
 }  // extern "C"

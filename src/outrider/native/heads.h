@@ -33,7 +33,7 @@ struct MarkovJob {  // mirrored in outrider/drafters/native_heads.py
     const void *w1, *w2;  // [tokens][rank]; packed, `columns` outputs
     float *logits;        // [rows][columns]
     int *tokens;          // [rows], chosen
-    float *probs;         // [rows], of the chosen ones
+    float *probs;         // [rows], of the chosen ones; null: not wanted
 };
 
 }  // namespace outrider

@@ -32,11 +32,11 @@ void add_bias(const float *logits, const float *bias, int n, int left, f32x16 (&
 }
 
 // A chunk as part of a row; without a number in it, its first column.
-void note(Parts &parts, int chunk, const f32x16 (&x)[2], int column) {
+void note(Parts &parts, int chunk, const f32x16 (&x)[2], int column, bool with_sums) {
     const float top = reduce_max(max(x[0], x[1])), base = top == kNever ? 0.0f : top;
     const uint32_t is_top = mask_of(x[0] == top) | mask_of(x[1] == top) << kLanes;
     parts.tops[chunk] = top;
-    parts.sums[chunk] = reduce_add(exp(x[0] - base) + exp(x[1] - base));
+    if (with_sums) parts.sums[chunk] = reduce_add(exp(x[0] - base) + exp(x[1] - base));
     parts.columns[chunk] = column + (is_top ? __builtin_ctz(is_top) : 0);
 }
 
@@ -71,7 +71,7 @@ class Markov {
             for (int step = 0; step < steps; step++) {
                 shares.run(2 * step, thread, w2_.chunks(), [&](int chunk) {
                     each_row(chunk, step, [&](int c, int column, float *, const f32x16(&sums)[2]) {
-                        note(parts_[c], chunk, sums, column);
+                        note(parts_[c], chunk, sums, column, job_.probs);
                     });
                 });
                 barrier();
@@ -116,7 +116,7 @@ class Markov {
     void take(int chain, int step, Choice choice) {
         const int row = job_.starts[chain] + step;
         job_.tokens[row] = job_.ids[choice.column];
-        job_.probs[row] = choice.prob;
+        if (job_.probs) job_.probs[row] = choice.prob;
         embed(chain, job_.tokens[row]);
     }
 
