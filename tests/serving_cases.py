@@ -73,13 +73,16 @@ def refusal(response: Any, status: int = 400) -> dict:
 class Caller:
     """One call driven on ASGI itself, by a client that can go away."""
 
-    def __init__(self, app: Any, path: str, body: Any, method: str = "POST") -> None:
+    def __init__(
+        self, app: Any, path: str, body: Any, method: str = "POST", key: str | None = None
+    ) -> None:
         self.sent: list[dict] = []
         self.gone = asyncio.Event()
         self.arrived = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1"}
-        scope |= {"method": method, "path": path, "raw_path": path.encode(), "headers": []}
+        scope |= {"method": method, "path": path, "raw_path": path.encode()}
+        scope["headers"] = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
         scope |= {"query_string": b"", "root_path": "", "scheme": "http"}
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 

@@ -25,6 +25,17 @@ def serve(
             metavar="KEY|@FILE",
         ),
     ] = None,
+    admin_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that may read and change the policy; may be repeated. Default: any key.",
+            metavar="KEY|@FILE",
+        ),
+    ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="JSON policy; read again when it changes, and on SIGHUP."),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: its own name.")
     ] = None,
@@ -67,6 +78,8 @@ def serve(
     """Serve a model over HTTP, for any client of OpenAI's API."""
     if name is not None and model.model is not None:
         raise ConfigError(f"the model is given twice: {name} and --model {model.model}")
+    from outrider.policy.rule_document import compile_policy, load_policy
+
     try:
         from outrider.serving.server import serve as run
         from outrider.serving.service import Settings
@@ -75,7 +88,9 @@ def serve(
             f"outrider serve needs {error.name}: pip install 'outrider[serve]'"
         ) from error
     settings = Settings(
-        api_keys=_keys(api_key or []),
+        api_keys=_keys(api_key or [], "--api-key"),
+        admin_keys=_keys(admin_key or [], "--admin-key"),
+        policy=policy,
         served_model_name=served_model_name,
         max_body_bytes=max_body_bytes,
         max_waiting=max_waiting,
@@ -84,11 +99,17 @@ def serve(
         includes_metrics=enable_per_request_metrics,
         trace=trace,
     )
+    document = None if policy is None else load_policy(policy)
+    if document is not None:
+        compile_policy(document)  # a typo is found sooner than a model is loaded
     model.model = name or model.model
-    run(model.load(), settings, host, port, drain_seconds)
+    llm = model.load()
+    if document is not None:
+        llm.rules.replace(document)
+    run(llm, settings, host, port, drain_seconds)
 
 
-def _keys(given: list[str]) -> list[str]:
+def _keys(given: list[str], option: str) -> list[str]:
     """The keys themselves, also where a file holds them."""
-    texts = [text_or_file(one, "--api-key") for one in given]
+    texts = [text_or_file(one, option) for one in given]
     return [line.strip() for text in texts for line in text.splitlines() if line.strip()]

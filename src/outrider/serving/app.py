@@ -12,6 +12,8 @@ from outrider import __version__
 from outrider.llm import LLM
 from outrider.serving.errors import ApiError
 from outrider.serving.http import Edge, JSONBody, error_response, not_found
+from outrider.serving.limits import Keys
+from outrider.serving.policy import add_policy
 from outrider.serving.service import Service, Settings
 
 
@@ -47,28 +49,29 @@ def _routes(service: Service) -> FastAPI:
     app.state.service = service
     _add_api(app, service)
     _add_health(app, service)
+    add_policy(app, service.llm.rules, lambda request: authorize(service.admin_keys, request))
     return app
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        authorize(service, request)
+        authorize(service.keys, request)
         return await service.complete(request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        authorize(service, request)
+        authorize(service.keys, request)
         return await service.chat(request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        authorize(service, request)
+        authorize(service.keys, request)
         return JSONBody(service.models())
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        authorize(service, request)
+        authorize(service.keys, request)
         service.check_model(name)
         return JSONBody(service.models()["data"][0])
 
@@ -89,13 +92,13 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-def authorize(service: Service, request: Request) -> None:
+def authorize(keys: Keys, request: Request) -> None:
     """Note whose call it is.
 
     Raises:
-        ApiError: 401 without a key of this server.
+        ApiError: 401 without one of the keys.
     """
-    owner = service.keys.owner(request.headers.get("authorization"))
+    owner = keys.owner(request.headers.get("authorization"))
     request.state.owner = owner
     if owner:
         request.state.record["owner"] = owner

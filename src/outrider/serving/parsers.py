@@ -51,6 +51,7 @@ class ChatParser:
             self._read = self._thoughts if is_thinking else self._beginning
         self._held = ""
         self._at_border = False  # right behind a tag, where white space means nothing
+        self._space = ""  # before what may be a call
         self._said = Said()
         self._is_end = False
 
@@ -90,7 +91,9 @@ class ChatParser:
             return
         text, is_call = self._until(CALL)
         if is_call:
-            self._said.content += self._without_border(text).rstrip()
+            text = self._without_border(text)
+            self._said.content += text.rstrip()
+            self._space = text[len(text.rstrip()) :]
             self._read = self._calls
             return
         text = self._without_border(text)
@@ -105,7 +108,8 @@ class ChatParser:
             return
         calls = read_calls(text)
         if calls is None:  # not what it looked like: nothing that was said is lost
-            self._said.content += CALL + text + (END_CALL if is_over else "")
+            self._said.content += self._space + CALL + text + (END_CALL if is_over else "")
+            self._at_border = False
         else:
             self._said.calls += calls
             self._at_border = True

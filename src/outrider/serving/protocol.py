@@ -122,18 +122,14 @@ class Call(_Part):
         """
         raise NotImplementedError
 
-    def terms(self, names: Sequence[str]) -> Terms:
-        """How the request is served; `names` are those of the sources there are.
+    def terms(self) -> Terms:
+        """How the request is served.
 
         Raises:
-            SamplingError: a value out of range, or an unknown source.
+            SamplingError: a value out of range.
         """
         switch = self.speculative
         sources = switch if isinstance(switch, list) else () if switch is False else None
-        if unknown := [name for name in sources or () if name not in names]:
-            raise SamplingError(
-                f"speculative names the source {shown(unknown[0])}, this server has {list(names)}"
-            )
         is_count = isinstance(switch, int) and not isinstance(switch, bool)
         given = {
             "priority": self.priority,

@@ -9,8 +9,10 @@ import uvicorn
 
 from outrider.errors import ConfigError
 from outrider.llm import LLM
+from outrider.policy.live import PolicyFile
 from outrider.serving.app import create_app, service_of
 from outrider.serving.logs import json_logs
+from outrider.serving.policy import report
 from outrider.serving.service import Service, Settings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,6 +40,8 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=None if drain_seconds is None else int(drain_seconds),
     )
+    if settings.policy is not None:
+        PolicyFile(settings.policy, llm.rules).on_hangup(report)
     with json_logs():
         server = _Server(config, service_of(app))
         try:

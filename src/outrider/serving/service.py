@@ -17,7 +17,8 @@ from outrider.errors import ConfigError, UserError
 from outrider.llm import LLM
 from outrider.prompts import Submission
 from outrider.results import RequestOutput
-from outrider.serving import chat
+from outrider.sampling_params import SamplingParams
+from outrider.serving import chat, policy
 from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id
 from outrider.serving.errors import ApiError, refused
 from outrider.serving.http import EventStream, JSONBody, read_json, until_disconnect
@@ -28,6 +29,7 @@ from outrider.serving.parsers import REASONING_PARSERS
 from outrider.serving.protocol import Call, ChatCall, CompletionCall, parse
 from outrider.serving.trace import Trace
 from outrider.serving.worker import EngineFailure, Item, Ticket, Worker
+from outrider.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Settings:
     reasoning_parser: str | None = None
     includes_metrics: bool = False  # also for calls that do not ask for them
     trace: Path | None = None  # of steps, in Chrome's format
+    admin_keys: Sequence[str] = ()  # that may change the policy; default: whoever may ask
+    policy: Path | None = None  # reloaded when it changes
 
     def __post_init__(self) -> None:
         integer("max_body_bytes", self.max_body_bytes, 1)
@@ -55,7 +59,7 @@ class Settings:
             integer("max_waiting", self.max_waiting, 0)
         if self.max_calls_per_key is not None:
             integer("max_calls_per_key", self.max_calls_per_key, 1)
-        for key in self.api_keys:
+        for key in (*self.api_keys, *self.admin_keys):
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("an API key must be printable ASCII without spaces")
         if self.reasoning_parser not in (None, *REASONING_PARSERS):
@@ -73,7 +77,9 @@ class Service:
         self.settings = settings
         self.model = settings.served_model_name or llm.target.name
         self.created = int(time.time())
-        self.keys = Keys(settings.api_keys)
+        self.keys = Keys([*settings.api_keys, *settings.admin_keys] if settings.api_keys else [])
+        self.admin_keys = Keys(settings.admin_keys or settings.api_keys)
+        self._watching: asyncio.Task[None] | None = None
         running = llm.engine.scheduler.max_requests
         waiting = running if settings.max_waiting is None else settings.max_waiting
         self.limits = Limits(running, waiting, settings.max_calls_per_key)
@@ -85,6 +91,9 @@ class Service:
     def start(self) -> None:
         """Begin to serve, in the event loop that does."""
         self.worker.start()
+        if self.settings.policy is not None:
+            watching = policy.watch(self.settings.policy, self.llm.rules)
+            self._watching = asyncio.create_task(watching)
 
     def drain(self) -> None:
         """Take no more calls; those under way go on."""
@@ -92,6 +101,8 @@ class Service:
 
     def stop(self) -> None:
         """End; what is unfinished is aborted."""
+        if self._watching is not None:
+            self._watching.cancel()
         self.worker.stop()
         if self.trace is not None:
             self.trace.close()
@@ -143,11 +154,13 @@ class Service:
         self.check_model(call.model)
         owner: str = request.state.owner
         params = _read(lambda: call.params(owner))
-        terms = _read(lambda: call.terms(self._source_names))
+        terms = _read(call.terms)
         with ExitStack() as stack:
             stack.enter_context(self.limits.slot(owner, num_prompts * call.num_choices))
             # Tokenising a long prompt takes longer than others should wait for a token.
-            submissions = await asyncio.to_thread(_read, lambda: self._submissions(answer, params))
+            submissions = await asyncio.to_thread(
+                _read, lambda: self._submissions(answer, params, terms)
+            )
             ticket = self.worker.submit(submissions, terms)
             stack.callback(self.worker.cancel, ticket)
             record = request.state.record
@@ -157,7 +170,9 @@ class Service:
             collecting = self._collect(ticket, answer, record)
             return JSONBody(await until_disconnect(request.receive, collecting))
 
-    def _submissions(self, answer: Answer, params: Any) -> list[Submission]:
+    def _submissions(
+        self, answer: Answer, params: SamplingParams, terms: Terms
+    ) -> list[Submission]:
         prompts = self.llm.prompts
         if isinstance(answer, ChatAnswer):
             found = [chat.read(prompts, self.llm.tokenizer, answer.call, params)]
@@ -170,7 +185,7 @@ class Service:
                 answer.echoes = [one.text or self._decoded(one) for one in found]
         for one in found:
             self._check_length(one)
-            self.llm.engine.check(one.token_ids, one.params)
+            self.llm.engine.check(one.token_ids, one.params, terms)
         return found
 
     def _decoded(self, submission: Submission) -> str:
@@ -231,10 +246,6 @@ class Service:
     def _num_spec_tokens(self) -> int:
         sources = self.llm.engine.speculation.sources
         return max((source.max_draft_tokens for source in sources), default=0)
-
-    @property
-    def _source_names(self) -> list[str]:
-        return [source.name for source in self.llm.engine.speculation.sources]
 
     @property
     def _predicting(self) -> list[str]:

@@ -1,0 +1,272 @@
+"""Tools, thoughts, predictions and switches, with a target that says what the test wants."""
+
+import json
+
+import numpy as np
+import pytest
+from fakes import ROOT, FakeTarget, FakeTokenizer, ReplaySource, path_hash
+from serving_cases import CHAT, COMPLETIONS, asked, make_llm, refusal, serving, streamed
+
+from outrider.serving.parsers import ChatParser, Said
+
+BYTES = [b"<eos>", *(bytes([c]) for c in range(1, 256))]
+WORDS = [b"<tool_call>", b"</tool_call>", b"</thi", b"nk>", b'"name": ', b'{"', "日本".encode()[:4]]
+TOKENIZER = FakeTokenizer([*BYTES, *WORDS], special=[0])
+USER = [{"role": "user", "content": "hi"}]
+WEATHER = {"type": "function", "function": {
+    "name": "weather", "description": "of a city", "parameters": {"type": "object"}}}  # fmt: skip
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
+OTHER = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+
+class SayTarget(FakeTarget):
+    """Says one text after one prompt, and then ends."""
+
+    def __init__(self, prompt: str, text: str) -> None:
+        super().__init__(len(TOKENIZER.pieces), max_model_len=2048)
+        self.says: dict[int, int] = {}
+        path = ROOT
+        for token in TOKENIZER.encode(prompt):
+            path = path_hash(path, token)
+        for token in [*TOKENIZER.encode(text), 0]:
+            self.says[path] = token
+            path = path_hash(path, token)
+
+    def logits_of(self, path: int) -> np.ndarray:
+        logits = super().logits_of(path)
+        if path in self.says:
+            logits[self.says[path]] = 1000.0
+        return logits
+
+
+def server_that_says(text: str, prompt: str = "user, hi\n", drafts: int = 7, **settings):
+    """Drafts come in blocks, so that tags and characters are divided anyhow."""
+    outputs = {str(call): [*TOKENIZER.encode(text), 0] for call in range(9)}
+    source = ReplaySource(outputs, num_tokens=drafts)
+    target = SayTarget(prompt, text)
+    return serving(make_llm(source, target=target, tokenizer=TOKENIZER), **settings)
+
+
+def both(client, **body) -> tuple[dict, dict, list[dict]]:
+    """(choice, the same put together from a stream, its deltas)."""
+    [choice] = asked(client, CHAT, **body)["choices"]
+    chunks = streamed(client, CHAT, **body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    message = {"role": deltas[0]["role"]}
+    for key in ("content", "reasoning_content"):
+        joined = "".join(delta.get(key) or "" for delta in deltas)
+        if key in choice["message"]:
+            message[key] = joined or choice["message"][key]
+            assert joined == (choice["message"][key] or "")
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    end = chunks[-1]["choices"][0]["finish_reason"]
+    found = {"message": message, "finish_reason": end, "calls": calls}
+    return choice, found, deltas
+
+
+def functions(calls: list[dict]) -> list[dict]:
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert {call["type"] for call in calls} <= {"function"}
+    return [call["function"] for call in calls]
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_tool_calls_are_read_from_text_and_stream(drafts):  # B29
+    system = TOOLS_TEXT()
+    with server_that_says(f"Let me see. \n{CALL}{OTHER}", system, drafts) as client:
+        body = {"messages": USER, "tools": [WEATHER], "temperature": 0}
+        choice, stream, _ = both(client, **body)
+    expected = [
+        {"name": "weather", "arguments": '{"city": "Köln 🙂"}'},
+        {"name": "clock", "arguments": "{}"},
+    ]
+    assert functions(choice["message"]["tool_calls"]) == functions(stream["calls"]) == expected
+    assert choice["message"]["content"] == "Let me see."
+    assert choice["finish_reason"] == stream["finish_reason"] == "tool_calls"
+
+
+def TOOLS_TEXT() -> str:
+    from outrider.serving.chat import TOOLS_PROMPT
+
+    told = TOOLS_PROMPT.format(tools=json.dumps(WEATHER))
+    return f"system, {told}\nuser, hi\n"
+
+
+def test_one_block_may_close_a_call_and_open_the_next():  # B29
+    with server_that_says(OTHER + OTHER, TOOLS_TEXT(), 64) as client:
+        body = {"messages": USER, "tools": [WEATHER], "temperature": 0}
+        choice, stream, deltas = both(client, **body)
+    assert len(functions(choice["message"]["tool_calls"])) == 2
+    assert choice["message"]["content"] is None
+    assert len(functions(stream["calls"])) == 2 and len(deltas) <= 6
+
+
+def test_without_tools_the_text_stays_text():
+    with server_that_says(OTHER) as client:
+        for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+            choice, stream, _ = both(client, messages=USER, temperature=0, **body)
+            assert choice["message"]["content"] == OTHER == stream["message"]["content"]
+            assert choice["finish_reason"] == "stop"
+
+
+def test_what_only_looks_like_a_call_is_content():
+    text = "<tool_call>{no json}</tool_call> and <tool_call> 5"
+    with server_that_says(text, TOOLS_TEXT()) as client:
+        choice, stream, _ = both(client, messages=USER, tools=[WEATHER], temperature=0)
+    assert choice["message"]["content"] == text == stream["message"]["content"]
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 32])
+def test_thoughts_are_told_apart(drafts):
+    text = "<think>\nIs 日本 < 本?\n</think>\n\n日本 & </think>"
+    with server_that_says(text, drafts=drafts, reasoning_parser="think") as client:
+        choice, stream, deltas = both(client, messages=USER, temperature=0)
+    assert choice["message"] == stream["message"]
+    assert choice["message"]["reasoning_content"] == "Is 日本 < 本?\n"
+    assert choice["message"]["content"] == "日本 & </think>"
+    assert not any("\ufffd" in str(delta) for delta in deltas)
+    with server_that_says(text) as client:
+        choice, *_ = both(client, messages=USER, temperature=0)
+        assert choice["message"]["content"] == text
+
+
+def test_thoughts_that_the_prompt_has_opened():
+    prompt = [{"role": "user", "content": "hi<think>"}]
+    with server_that_says("hm</think>yes", "user, hi<think>\n", reasoning_parser="think") as client:
+        choice, *_ = both(client, messages=prompt, temperature=0)
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert choice["message"]["content"] == "yes"
+
+
+def test_earlier_calls_and_their_results_are_told_to_the_model():
+    call = {"id": "1", "type": "function"}
+    call["function"] = {"name": "f", "arguments": '{"a": 1}'}  # type: ignore[assignment]
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+        {"role": "developer", "content": "be brief"},
+    ]
+    told = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    prompt = f"user, hi\nassistant, {told}\ntool, 7\nsystem, be brief\n"
+    with server_that_says("seven", prompt) as client:
+        [choice] = asked(client, CHAT, messages=messages, temperature=0)["choices"]
+    assert choice["message"]["content"] == "seven"
+
+
+def test_templates_that_know_tools_are_given_them():
+    from toy_models import toy_tokenizer
+
+    from outrider.tokenizer import Tokenizer
+
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+        "{% for m in messages %}{{ m['content'] }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.a }}{% endfor %}{% endfor %}{{ shout }}"
+    )
+    llm = make_llm(
+        target=FakeTarget(96), tokenizer=Tokenizer.from_transformers(toy_tokenizer(template))
+    )
+    call = {"function": {"name": "f", "arguments": '{"a": 57}'}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    with serving(llm) as client:
+        body = {"messages": messages, "tools": [WEATHER], "max_tokens": 1}
+        body |= {"chat_template_kwargs": {"shout": "HEY"}, "return_token_ids": True}
+        found = asked(client, CHAT, **body)
+    assert found["usage"]["prompt_tokens"] == len(llm.tokenizer.encode("weatherhi57HEY"))
+
+
+def test_a_prediction_is_drafted_and_counted():
+    text = "def f(x):\n    return x + 1\n" * 4
+    target = SayTarget("user, hi\n", text)
+    llm = make_llm(target=target, tokenizer=TOKENIZER, speculative_config="auto")
+    body = {"messages": USER, "temperature": 0, "max_tokens": 200}
+    with serving(llm) as client:
+        bare = asked(client, CHAT, **body)
+        assert "completion_tokens_details" not in bare["usage"]
+        for content in (
+            text,
+            [{"type": "text", "text": text[:30]}, {"type": "text", "text": text[30:]}],
+        ):
+            prediction = {"type": "content", "content": content}
+            found = asked(client, CHAT, **body, prediction=prediction)
+            details = found["usage"]["completion_tokens_details"]
+            assert found["choices"][0]["message"]["content"] == text
+            assert details["accepted_prediction_tokens"] > len(text) // 2
+            assert details["rejected_prediction_tokens"] >= 0
+        wrong = {"type": "content", "content": "something else, at length, " * 9}
+        found = asked(client, CHAT, **body, prediction=wrong)
+        assert found["choices"][0]["message"]["content"] == text
+        details = found["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] <= len(text) // 2
+
+
+def test_speculation_is_switched_per_request_and_the_text_stays():
+    text = "one two three one two three one two three"
+    bodies = {
+        "default": {}, "true": {"speculative": True}, "false": {"speculative": False},
+        "none": {"speculative": []}, "zero": {"speculative": 0}, "two": {"speculative": 2},
+        "named": {"speculative": ["replay"]},
+    }  # fmt: skip
+    found = {}
+    with server_that_says(text, drafts=5) as client:
+        for name, body in bodies.items():
+            body |= {"messages": USER, "temperature": 0, "return_token_sources": True}
+            body |= {"include_metrics": True, "tag": "t", "kind": "chat", "priority": 3}
+            found[name] = asked(client, CHAT, **body, deadline=9.5)
+        refusal(client.post(CHAT, json={"messages": USER, "speculative": ["lookup"]}))
+    sources = {}
+    for name, answer in found.items():
+        [choice] = answer["choices"]
+        assert choice["message"]["content"] == text
+        sources[name] = choice["token_sources"]
+        assert len(sources[name]) == answer["usage"]["completion_tokens"]
+    for name in ("default", "true", "named", "two"):
+        assert "replay" in sources[name], name
+    for name in ("false", "none", "zero"):
+        assert set(sources[name]) == {"target"}, name
+        assert found[name]["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    histogram = found["two"]["metrics"]["speculative_decoding"]["acceptance_histogram"]
+    assert sum(histogram[3:]) == 0 < histogram[2]
+
+
+def test_tokens_and_their_sources_are_streamed_when_asked_for():
+    text = "one two three one two three"
+    with server_that_says(text, drafts=4) as client:
+        body = {"messages": USER, "temperature": 0, "return_token_sources": True}
+        chunks = streamed(client, CHAT, **body, return_token_ids=True)
+    parts = [chunk["choices"][0] for chunk in chunks if "token_ids" in chunk["choices"][0]]
+    ids = [i for part in parts for i in part["token_ids"]]
+    assert TOKENIZER.decode(ids) == text
+    assert len([s for part in parts for s in part["token_sources"]]) == len(ids)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_json_schemas_are_refused_in_one_sentence(path):
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
+    with server_that_says("x") as client:
+        for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {}}):
+            error = refusal(client.post(path, json=body | {"response_format": form}))
+            assert error["param"] == "response_format"
+
+
+def test_any_division_of_a_text_is_read_alike():
+    text = f" <think>a</thi>b</think> \n c <tool {CALL} {OTHER}\n d <tool_call>[1]</tool_call> <to"
+
+    def read(parts: list[str]) -> Said:
+        parser, said = ChatParser(True, True), Said()
+        for one in [*map(parser.push, parts), parser.finish()]:
+            said.reasoning += one.reasoning
+            said.content += one.content
+            said.calls += one.calls
+        return said
+
+    whole = read([text])
+    assert whole.reasoning == "a</thi>b" and len(whole.calls) == 2
+    random = np.random.default_rng(1)
+    for _ in range(300):
+        cuts = sorted(random.integers(0, len(text) + 1, random.integers(1, 40)).tolist())
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(parts) == whole
