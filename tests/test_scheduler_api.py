@@ -4,9 +4,10 @@ import json
 
 import pytest
 from engine_cases import GREEDY, VOCAB, params
-from fakes import ALPHABET, FakeTarget, ReplaySource
+from fakes import ALPHABET, FakeTarget, ReplaySource, make_engine
 
 from outrider import LLM, ConfigError, SamplingError, Terms
+from outrider.policy.cost import Surface
 from outrider.target.base import PAGE_SIZE
 
 PROMPTS = ["one of these", "and another one", "a third that is longer than both"]
@@ -121,3 +122,16 @@ def test_prefix_caching_can_be_turned_off():
     assert len(texts) == 1
     with pytest.raises(ConfigError, match="enable_prefix_caching must be True or False, got 1"):
         make_llm(enable_prefix_caching=1)
+
+
+def test_a_long_prompt_makes_the_steps_of_others_twice_as_long_not_more():
+    engine = make_engine(max_num_batched_tokens=256)
+    engine.cost.use(Surface(rows=(1, 251), base=(1.0, 6.0), per_token=(0.0, 0.0)))
+    engine.add_request("a", [1, 2, 3], params(max_tokens=60))
+    for _ in range(5):
+        engine.step()
+    engine.add_request("long", [1 + i % (VOCAB - 1) for i in range(200)], params(max_tokens=4))
+    before = len(engine.target.num_rows)
+    for _ in range(4):
+        engine.step()
+    assert engine.target.num_rows[before:] == [51, 51, 51, 51]  # 1 + 50 rows * 0.02

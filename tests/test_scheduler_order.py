@@ -181,14 +181,17 @@ def test_an_urgent_prompt_goes_before_a_long_one_that_is_under_way():
 
 
 def test_prompts_beside_decoding_requests_are_bounded():
-    scheduler = make_scheduler(max_rows=64, prompt_rows=lambda decoding: 5 + decoding)
+    scheduler = make_scheduler(
+        max_rows=64, prompt_rows=lambda decoding, context: 5 + decoding + (context > 60)
+    )
     scheduler.add(make_request("a", 50))
     assert [work.num_rows for work in step(scheduler).works] == [50]  # nobody waits for it
     scheduler.add(make_request("long", 15))
     assert [work.num_rows for work in step(scheduler).works] == [1, 6]
-    scheduler.add(make_request("other", 15))
+    scheduler.add(make_request("other", 30))
     assert [work.num_rows for work in step(scheduler).works] == [1, 6]
     assert [work.num_rows for work in step(scheduler).works] == [1, 3, 3]
+    assert [work.num_rows for work in step(scheduler).works] == [1, 1, 8]  # contexts of 53 and 15
 
 
 def test_removing_from_the_middle_of_the_queue():

@@ -338,11 +338,10 @@ class Engine:
             slots = slots_of(pages, 0, self.arena.num_committed(request.request_id))
             self.speculation.keep_features(request.request_id, self._slot_features.of(slots))
 
-    def _prompt_rows(self, decoding: int) -> int:
-        """Rows of prompts beside so many decoding requests, by what a step may take."""
-        curve = self.cost.curve()
-        rows = bisect_right(curve, PROMPT_SLOWDOWN * curve[min(decoding, len(curve) - 1)]) - 1
-        return max(PROMPT_ROWS, rows - decoding)
+    def _prompt_rows(self, decoding: int, context: int) -> int:
+        """Rows of prompts beside decoding requests of so many tokens, by what a step may take."""
+        seconds = self.cost.seconds(decoding, self.scheduler.max_rows, context)
+        return max(PROMPT_ROWS, bisect_right(seconds, PROMPT_SLOWDOWN * seconds[0]) - 1)
 
     def _append(self, proposal: Proposal, new: NewTokens) -> None:
         """Add the new tokens of one choice up to the end of its output."""

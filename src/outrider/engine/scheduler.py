@@ -8,7 +8,7 @@ first; then the request that is served last gives its pages back, waits, and lat
 is no longer known of its text. A request of a higher priority that finds no room takes it so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -63,8 +63,8 @@ class Scheduler:
     quarter of all, are kept from prompts, so that long prompts do not stop speculation.
 
     Args:
-        prompt_rows: given how many requests decode, the most rows of prompts beside them; None:
-            as many as fit.
+        prompt_rows: given how many requests decode and the tokens of their contexts together, the
+            most rows of prompts beside them; None: as many as fit.
         clock: seconds, the one that arrivals are measured on.
         reuse_prefixes: KV of earlier texts is kept and found.
     """
@@ -76,7 +76,7 @@ class Scheduler:
         max_rows: int,
         draft_rows: int,
         *,
-        prompt_rows: Callable[[int], int] | None = None,
+        prompt_rows: Callable[[int, int], int] | None = None,
         clock: Callable[[], float] = perf_counter,
         reuse_prefixes: bool = True,
     ) -> None:
@@ -126,7 +126,7 @@ class Scheduler:
         self.running.sort(key=lambda request: self.pace.rank(request, now))
         self._make_way(schedule, now)
         has_room = self._schedule_decoding(schedule)
-        self._schedule_prompts(schedule, self._prompt_budget(len(schedule.works)), has_room, now)
+        self._schedule_prompts(schedule, has_room, now)
         for work in schedule.works:
             self._ledger.charge(work.request.owner, work.num_rows)
         self._remember(schedule, now)
@@ -225,21 +225,24 @@ class Scheduler:
         request.group.metrics.num_preemptions += 1
         self.waiting.push(request)
 
-    def _prompt_budget(self, decoding: int) -> int:
-        """Rows for prompts beside this many decoding requests."""
+    def _prompt_budget(self, works: Sequence[Work]) -> int:
+        """Rows for prompts beside these decoding requests."""
+        decoding = len(works)
         if decoding >= self.max_rows:
             return 0
         kept = min(self.max_rows // 4, self.draft_rows * decoding)
         budget = max(1, self.max_rows - decoding - kept)
         if decoding and self._prompt_rows is not None:
-            budget = min(budget, self._prompt_rows(decoding))
+            context = sum(work.context_len for work in works)
+            budget = min(budget, self._prompt_rows(decoding, context))
         return budget
 
-    def _schedule_prompts(
-        self, schedule: Schedule, budget: int, has_room: bool, now: float
-    ) -> None:
+    def _schedule_prompts(self, schedule: Schedule, has_room: bool, now: float) -> None:
         """Continue prompts that are under way and begin waiting ones, whoever is served first."""
         prompts = [request for request in self.running if self._left(request) > 1]
+        if not prompts and not len(self.waiting):
+            return
+        budget = self._prompt_budget(schedule.works)
         postponed: list[Request] = []
         while budget > 0:
             full = len(self.running) + len(postponed) >= self.max_requests
