@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from outrider.checkpoints import load_drafter, save_drafter
 from outrider.checkpoints.find import find_drafter
 from outrider.drafters import ALGORITHMS, Drafter, DrafterConfig, make_drafter
 from outrider.drafters.base import Texts
+from outrider.drafting.build import build_sources
 from outrider.errors import DataError
 
 VOCAB, HIDDEN = 50, 32
@@ -233,6 +235,25 @@ def test_drafters_in_the_cache_that_are_damaged_are_passed_over(name, value, tmp
     assert find_drafter("pard", "f") == bad
     change_config(bad, lambda c: c.update({name: value}))
     assert find_drafter("pard", "f") == good
+
+
+def test_auto_takes_the_best_drafter_of_the_tokenizer_that_is_whole(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+
+    def names(fingerprint):
+        tokenizer = SimpleNamespace(fingerprint=fingerprint)
+        return [source.name for source in build_sources("auto", tokenizer=tokenizer)]
+
+    assert names("f") == ["lookup", "predicted"]
+    for kind in ("mtp", "eagle3", "dspark"):
+        path = tmp_path / "drafters" / kind
+        drafter = make_random(make_config(kind))
+        save_drafter(drafter, path, target={"fingerprint": "f"}, provenance={})
+        assert names("f")[2:] == [kind]
+    assert names("another") == ["lookup", "predicted"]
+    (tmp_path / "drafters" / "dspark" / "model.safetensors").write_bytes(b"half of it")
+    assert names("f")[2:] == ["eagle3"]
+    assert "dspark" in caplog.text
 
 
 def test_no_checkpoint_there(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 from outrider.checkpoints.find import algorithm_at
 from outrider.checks import shown
 from outrider.drafting.lookup import LookupSource
-from outrider.drafting.methods import METHODS, LoadModel, Method, Surroundings
+from outrider.drafting.methods import METHODS, LoadModel, Method, Surroundings, trained_drafter
 from outrider.drafting.options import CHECKS
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.source import DraftSource
@@ -193,11 +193,17 @@ def _check_needs(name: str, config: Config, method: Method) -> None:
 
 
 def _default(around: Surroundings) -> list[DraftSource]:
-    """What "auto" means: all that costs next to nothing."""
+    """What "auto" means: all that costs next to nothing, and a trained drafter made for the target.
+
+    The planner asks the drafter where it pays.
+    """
     sources: list[DraftSource] = [LookupSource(), PredictedSource()]
     table = None if around.fingerprint is None else find_table(around.fingerprint)
     if table is not None:
         sources.append(TableSource(table, branches=1 if around.rule == "block" else 2))
+    drafter = trained_drafter(around)
+    if drafter is not None:
+        sources.append(drafter)
     return sources
 
 

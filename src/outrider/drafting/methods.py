@@ -3,6 +3,7 @@
 Methods and keys are vLLM's where vLLM has them.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from outrider.drafting.lookup import LookupSource
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.source import DraftSource
 from outrider.drafting.table import TableSource
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataError
 from outrider.tables.find import directories, find_table
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # A draft model by name: the target to draft with, and its tokenizer.
 LoadModel = Callable[[str], tuple["Target", object | None]]
 
+log = logging.getLogger("outrider")
 SHARED_TOKENS_PER_REQUEST = 512  # vLLM counts cached requests, the store counts tokens
 
 
@@ -140,7 +142,20 @@ def _trained(algorithm: str) -> Callable[..., DraftSource]:
     return make
 
 
-TRAINED = ("eagle3", "peagle", "dflash", "dspark", "mtp", "medusa", "pard")
+TRAINED = ("dspark", "eagle3", "dflash", "peagle", "mtp", "medusa", "pard")  # best first
+
+
+def trained_drafter(around: Surroundings) -> DraftSource | None:
+    """The best of the drafters that ship for the target's tokenizer, or were put in the cache."""
+    for name in TRAINED:
+        if find_drafter(name, around.fingerprint) is not None:
+            try:
+                return METHODS[name].make(around)
+            except DataError as error:
+                log.warning("%s", error)
+    return None
+
+
 TRAINED_KEYS = {"model": "model", "num_speculative_tokens": "num_speculative_tokens"}
 METHODS = {
     "ngram": Method(
