@@ -1,6 +1,6 @@
 """Requests, and a scheduler that is stepped without any forward."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
 from outrider.drafting.source import DraftContext
@@ -27,6 +27,7 @@ def make_request(
     name: str,
     num_tokens: int,
     *,
+    beginning: Sequence[int] = (),
     owner: str = "",
     max_tokens: int = 100,
     arrival: float = 0.0,
@@ -34,13 +35,13 @@ def make_request(
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, owner=owner)
     first = crc32(name.encode()) % 2**20 << 10  # another text for every name
-    ids = list(range(first, first + num_tokens))
+    ids = [*beginning, *range(first, first + num_tokens)]
     tokens = TokenBuffer(ids)
     group = RequestGroup(name, None, ids, params, Terms(**terms))
     group.metrics.arrival_time = arrival
-    context = DraftContext(name, tokens.view(), num_tokens, params)
+    context = DraftContext(name, tokens.view(), len(ids), params)
     output = OutputBuilder(params, max_tokens)
-    request = Request(name, 0, group, tokens, num_tokens, max_tokens, 0, output, context)
+    request = Request(name, 0, group, tokens, len(ids), max_tokens, 0, output, context)
     group.choices.append(request)
     return request
 

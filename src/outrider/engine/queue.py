@@ -74,19 +74,19 @@ class Ledger:
 
     def enter(self, owner: str) -> None:
         """A request arrived. Who was away is not owed what was computed meanwhile."""
-        if not self._unfinished[owner]:
-            least = min((self._served[name] for name in +self._unfinished), default=0.0)
-            kept = {name: rows for name, rows in self._served.items() if rows > least}
-            kept |= {name: self._served[name] for name in +self._unfinished}
-            kept[owner] = max(least, self._served.get(owner, 0.0))
-            self._served = kept
+        if owner not in self._unfinished:
+            present = {name: self._served[name] for name in self._unfinished}
+            least = min(present.values(), default=0.0)
+            ahead = {name: rows for name, rows in self._served.items() if rows > least}
+            self._served = {**ahead, **present, owner: max(least, self._served.get(owner, 0.0))}
         self._unfinished[owner] += 1
 
     def leave(self, owner: str) -> None:
         self._unfinished[owner] -= 1
-        if not +self._unfinished:
+        if not self._unfinished[owner]:
+            del self._unfinished[owner]
+        if not self._unfinished:
             self._served.clear()
-            self._unfinished.clear()
 
     def charge(self, owner: str, num_rows: int) -> None:
         self._served[owner] += num_rows

@@ -111,7 +111,8 @@ class Scheduler:
             return
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self.pace.observe_end(request.num_output_tokens)
+            if request.output.finish_reason != "abort":
+                self.pace.observe_end(request.num_output_tokens)
         else:
             self.waiting.discard(request)
         self._ledger.leave(request.owner)
