@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from fakes import ReplaySource
@@ -21,6 +22,7 @@ from serving_cases import (
     streamed,
 )
 
+import outrider.serving as serving_package
 from outrider import SamplingParams
 from outrider.errors import ConfigError
 from outrider.serving.app import create_app, service_of
@@ -267,6 +269,18 @@ def test_the_policy_is_read_replaced_and_called_back():
         refusal(client.post("/policy/explain", json=[1]))
 
 
+def test_the_newest_decisions_of_the_planner_are_told():
+    with serving() as client:
+        assert client.get("/decisions").json() == []
+        asked(client, COMPLETIONS, prompt="the end. the end. the", **GREEDY)
+        found = client.get("/decisions").json()
+    assert [one["step"] for one in found] == sorted(one["step"] for one in found) != []
+    for one in found:
+        assert one["expected_speedup"] > 0 and one["plain_seconds"] > 0
+        [choice] = one["choices"]
+        assert choice["shape"] in ("none", "one", "chain", "tree")
+
+
 def test_a_draining_server_ends_what_it_has_and_takes_no_more():
     llm = make_llm()
     app = create_app(llm)
@@ -283,3 +297,16 @@ def test_a_draining_server_ends_what_it_has_and_takes_no_more():
 
     with loop_with(app) as runner:
         assert runner.run(calls()) == [503, 503, 200]
+
+
+def test_the_dashboard_asks_for_what_there_is():
+    with serving() as client:
+        text = client.get("/metrics").text
+    known = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
+        known |= {f"{name}_bucket"} if kind == "histogram" else {name}
+    dashboard = json.loads((Path(serving_package.__file__).parent / "grafana.json").read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    asked_for = {name for q in queries for name in re.findall(r"([a-z0-9_:]+)\{", q)}
+    assert len(asked_for) > 15
+    assert asked_for <= known, asked_for - known

@@ -75,6 +75,11 @@ def _add_api(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return JSONBody(service.models()["data"][0])
 
+    @app.get("/decisions")
+    async def decisions(request: Request) -> Response:
+        authorize(service.keys, request)
+        return JSONBody(await service.decisions())
+
 
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health")

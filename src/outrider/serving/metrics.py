@@ -170,6 +170,7 @@ class _EngineCollector(Collector):
         yield info
         yield from self._speculation(engine.metrics)
         yield from self._sources(dict(engine.metrics.per_source))
+        yield from self._health(engine)
         times = {(name,): getattr(engine.times, name) for name in PHASES}
         about = "Seconds of the engine's steps by phase."
         yield self._counter("outrider_step_seconds", about, times, "phase")
@@ -212,6 +213,17 @@ class _EngineCollector(Collector):
         labels = ("source", "position")
         yield self._counter("outrider_draft_tokens", "Verified.", drafted, *labels)
         yield self._counter("outrider_accepted_draft_tokens", "Kept.", accepted, *labels)
+
+    def _health(self, engine: Engine) -> Iterator[Metric]:
+        guard = engine.speculation.guard
+        about = "Faults of draft sources, by what was asked of them."
+        failures = dict(guard.failures)
+        yield self._counter("outrider_source_failures", about, failures, "source", "what")
+        about = "Share of the calls of a source that went well lately."
+        health = GaugeMetricFamily("outrider_source_health", about, labels=[*self._names, "source"])
+        for name, share in dict(guard.health).items():
+            health.add_metric([*self._values, name], share)
+        yield health
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, about, labels=self._names)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,12 @@ class Service:
             "max_model_len": self.llm.engine.max_model_len,
         }
         return {"object": "list", "data": [model]}
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """The planner's newest decisions, oldest first; none from a policy that keeps none."""
+        planner = self.llm.engine.planner
+        found = await self.worker.ask(lambda: getattr(planner, "decisions", []))
+        return [asdict(one) | {"expected_speedup": one.expected_speedup} for one in found]
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not the one served; None is that one."""

@@ -13,7 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError, SourceError
@@ -22,6 +22,8 @@ from outrider.results import StreamChunk
 from outrider.terms import Terms
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 PATIENCE = 3  # steps in a row that may fail for a source's sake before requests do
 
@@ -117,6 +119,12 @@ class Worker:
     def cancel(self, ticket: Ticket) -> None:
         """End what is left of a ticket before the next step; nothing happens if all has ended."""
         self._inbox.put(partial(self._cancel, ticket))
+
+    async def ask(self, question: Callable[[], Found]) -> Found:
+        """What the function gives, called in the thread between two steps; it must not raise."""
+        answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        self._inbox.put(lambda: self._tell(answer.set_result, question()))
+        return await answer
 
     def _run(self) -> None:
         while self._obey():
