@@ -148,7 +148,7 @@ class Drafting:
         assert self.project is not None
         size = self.drafter.block_size  # blocks are whole
         if self.blocks is not None:
-            self.blocks.draft(self._asked(num_tokens), choose=True)
+            self.blocks.draft(self._asked(num_tokens))
             return
         self.stack.store_context(self.new, self.project(self.features))
         batch = batch_of([size] * self.count, [CONTEXT] * self.count, two_way=True)
@@ -173,7 +173,7 @@ class Drafting:
 
     def _masks(self, num_tokens: int) -> None:
         if self.masks is not None:
-            self.masks.draft(self._asked(num_tokens), choose=True)
+            self.masks.draft(self._asked(num_tokens))
             return
         size = NEW + num_tokens - 1
         batch = batch_of([size] * self.count, [CONTEXT - NEW] * self.count)

@@ -52,6 +52,7 @@ GREEDY = SamplingParams(temperature=0)
 PARAMS = {
     "greedy": [GREEDY] * 3,
     "one sampled": [GREEDY, SamplingParams(temperature=0.8), GREEDY],
+    "penalised": [SamplingParams(temperature=0.8, presence_penalty=1.0)] * 3,
     "sampled": [SamplingParams(temperature=0.8)] * 3,
     "one with a bias": [GREEDY, SamplingParams(temperature=0, logit_bias={5: 3.0}), GREEDY],
 }
@@ -127,4 +128,4 @@ def test_texts_beyond_what_it_knows_and_foreign_tokens_are_caught() -> None:
             features=torch.zeros(new, width),
         )
         with pytest.raises(AssertionError):
-            made._blocks.draft(asked, choose=True)
+            made._blocks.draft(asked)

@@ -27,6 +27,7 @@ from outrider.drafters.native_heads import (
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
 from outrider.native import library, pointer
+from outrider.target.rows import ROW
 
 _P = ctypes.c_void_p
 
@@ -46,7 +47,7 @@ class _DraftJob(ctypes.Structure):  # DraftJob of native/draft.cpp
         *(
             (name, _P)
             for name in (
-                *("held", "lengths", "budgets", "last", "fresh", "ids", "page_offsets"),
+                *("held", "lengths", "budgets", "last", "fresh", "ids", "rows", "page_offsets"),
                 *("pages", "features", "mask_input", "token_chances", "context", "states"),
                 *("logits", "tokens", "probs", "chances"),
             )
@@ -63,6 +64,9 @@ class Asked:
     budgets: list[int]  # tokens to say
     page_tables: list[np.ndarray]  # int32
     features: torch.Tensor  # float32 [m, F], of the rows from `held` on; [m, 0] where none are read
+    # How tokens are sampled, a ROW of target/rows.py for each of R; b"": the most likely ones;
+    # None: they are chosen elsewhere.
+    settings: bytes | None = b""
 
 
 @dataclass(slots=True)
@@ -70,8 +74,8 @@ class Said:
     """What a draft came to; states and logits are valid until the next call."""
 
     states: torch.Tensor  # float32 [R, H], before the last norm
-    logits: torch.Tensor  # float32 [R, U], without the bias of a sequential head
-    tokens: np.ndarray  # int32 [R], the most likely ones, where they were to be chosen …
+    logits: torch.Tensor  # float32 [R, U]; where nothing was chosen, no bias of a sequential head
+    tokens: np.ndarray  # int32 [R], where they were to be chosen …
     probs: np.ndarray  # … float32 [R], their probabilities, unless the drafter knows …
     chances: np.ndarray | None  # … float32 [R], logits of acceptance
 
@@ -103,7 +107,7 @@ class OneCall:
             self._job.fuse = ctypes.pointer(projection.job)
         self._context = torch.empty(0)
 
-    def _run(self, asked: Asked, choose: bool, num_positions: int, scratch_rows: int) -> Said:
+    def _run(self, asked: Asked, num_positions: int, scratch_rows: int) -> Said:
         """Set the job for these requests, which write up to `num_positions` at most, and run it."""
         lengths = [len(text) for text in asked.texts]
         new = sum(lengths) - len(lengths) * self._shift - sum(asked.held)
@@ -135,7 +139,10 @@ class OneCall:
         tensors |= {"states": said.states, "logits": said.logits}
         job = self._job
         job.requests = len(tables)
-        job.ids = pointer(self._ids) if choose else None
+        job.ids = None if asked.settings is None else pointer(self._ids)
+        rows = np.frombuffer(asked.settings, ROW) if asked.settings else None
+        assert rows is None or len(rows) == len(said.tokens), (len(rows), len(said.tokens))
+        job.rows = pointer(rows)
         for name, array in arrays.items():
             setattr(job, name, array.__array_interface__["data"][0])
         for name, tensor in tensors.items():
@@ -192,14 +199,10 @@ class NativeBlocks(OneCall):
             self._job.confidence = ctypes.pointer(confidence.of_state.job)
             self._job.token_chances = pointer(confidence.of_token)
 
-    def draft(self, asked: Asked, choose: bool) -> Said:
-        """Take in what is new of each text, and fill its block.
-
-        Args:
-            choose: say the most likely tokens, and how sure they are.
-        """
+    def draft(self, asked: Asked) -> Said:
+        """Take in what is new of each text, and fill its block."""
         longest = max(map(len, asked.texts))
-        return self._run(asked, choose, longest - 1 + self._size, len(asked.features))
+        return self._run(asked, longest - 1 + self._size, len(asked.features))
 
 
 class NativeMasks(OneCall):
@@ -217,7 +220,7 @@ class NativeMasks(OneCall):
             self._kept.append(mask)
             self._job.mask_input = pointer(mask)
 
-    def draft(self, asked: Asked, choose: bool) -> Said:
+    def draft(self, asked: Asked) -> Said:
         """Run the rows that are new of each text, one at least, and masks behind them."""
         new = len(asked.features)
         assert new >= len(asked.texts), (new, len(asked.texts))
@@ -226,11 +229,11 @@ class NativeMasks(OneCall):
             for text, budget in zip(asked.texts, asked.budgets, strict=True)
         ]
         rows = new + sum(asked.budgets) - len(asked.budgets)
-        return self._run(asked, choose, max(ends), new + rows)
+        return self._run(asked, max(ends), new + rows)
 
 
 class NativeChains(OneCall):
-    """EAGLE-3, and MTP of one module: the most likely tokens, one after the other."""
+    """EAGLE-3, and MTP of one module: tokens are always chosen, one after the other."""
 
     function = "outrider_draft_chain"
 
@@ -244,7 +247,7 @@ class NativeChains(OneCall):
         ends = [
             len(text) + budget - 2 for text, budget in zip(asked.texts, asked.budgets, strict=True)
         ]
-        return self._run(asked, True, max(ends), 2 * new)
+        return self._run(asked, max(ends), 2 * new)
 
 
 def native_blocks(

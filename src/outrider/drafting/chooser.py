@@ -73,6 +73,16 @@ class Chooser:
             if wide is not None and self._wants_probs and not seat.context.params.is_greedy:
                 seat.probs += list(target_probs(wide, group))
 
+    def settings(self, seats: Sequence[Seat]) -> bytes | None:
+        """How compiled code samples every token of a draft: a ROW of target/rows.py for each,
+        nothing where all are the most likely ones; None: it cannot, `choose` has to."""
+        if self.are_plain(seats):
+            return b""
+        groups = [self._group(seat, 0, seat.budget) for seat in seats]
+        if self._wants_probs or any(group.needs_edits for group in groups):
+            return None
+        return b"".join(row for group in groups for row in group.packed(0, 0))
+
     def are_plain(self, seats: Sequence[Seat]) -> bool:
         """True when every seat's next token is the drafter's most likely one as it is."""
         return all(

@@ -73,8 +73,9 @@ class Rollout(Generic[D]):
         sure = logits_of(said.probs) if said.chances is None else said.chances
         self.chooser.take(seats, [seat.budget for seat in seats], said.tokens, sure)
 
-    def _asked(self, seats: Sequence[Seat]) -> Asked:
+    def _asked(self, seats: Sequence[Seat], settings: bytes | None) -> Asked:
         return Asked(
+            settings=settings,
             held=[seat.num_held for seat in seats],
             texts=[seat.context.token_ids for seat in seats],
             budgets=[seat.budget for seat in seats],
@@ -110,12 +111,12 @@ class BlockRollout(Rollout[Block]):
     def draft(self, seats: Sequence[Seat]) -> None:
         budgets = [seat.budget for seat in seats]
         if self._blocks is not None:
-            choose = self._blocks.can_choose and self.chooser.are_plain(seats)
-            said = self._blocks.draft(self._asked(seats), choose)
-            if choose:
-                self._take(seats, said)
-            else:
+            settings = self.chooser.settings(seats) if self._blocks.can_choose else None
+            said = self._blocks.draft(self._asked(seats, settings))
+            if settings is None:
                 self._say(seats, budgets, said.states, said.logits)
+            else:
+                self._take(seats, said)
             return
         self._store(seats, [self._left(seat) for seat in seats], self._all_features(seats))
         size, first = self.drafter.block_size, self.drafter.first_slot
@@ -239,12 +240,12 @@ class MaskedRollout(_RowRollout[Masked]):
     def draft(self, seats: Sequence[Seat]) -> None:
         budgets = [seat.budget for seat in seats]
         if self._masks is not None:
-            choose = self.chooser.are_plain(seats)
-            said = self._masks.draft(self._asked(seats), choose)
-            if choose:
-                self._take(seats, said)
-            else:
+            settings = self.chooser.settings(seats)
+            said = self._masks.draft(self._asked(seats, settings))
+            if settings is None:
                 self.chooser.choose(seats, budgets, said.logits)
+            else:
+                self._take(seats, said)
             return
         left = [self._left(seat) for seat in seats]
         counts = [new + budget - 1 for new, budget in zip(left, budgets, strict=True)]
@@ -279,8 +280,9 @@ class RecurrentRollout(_RowRollout[Recurrent]):
         self._chains = native_chains(drafter, stack)
 
     def draft(self, seats: Sequence[Seat]) -> None:
-        if self._chains is not None and self.chooser.are_plain(seats):
-            self._take(seats, self._chains.draft(self._asked(seats)))
+        settings = self.chooser.settings(seats)
+        if self._chains is not None and settings is not None:
+            self._take(seats, self._chains.draft(self._asked(seats, settings)))
             return
         left = [self._left(seat) for seat in seats]
         x, side = self._text_inputs(seats, left, self._all_features(seats))

@@ -4,7 +4,7 @@
 // through the layers, and, where nothing but the most likely token is wanted, DSpark's sequential
 // head chooses and its other head says how sure it is. Masks (P-EAGLE, PARD): the new rows of the
 // text and masks behind them go through the layers together. Chains (EAGLE-3, MTP): one row per token,
-// made from the state before it and the token just chosen, always the most likely one.
+// made from the state before it and the token just chosen.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -13,6 +13,7 @@
 #include "heads.h"
 #include "kv.h"
 #include "pool.h"
+#include "sample.h"
 #include "vec.h"
 
 namespace outrider {
@@ -29,6 +30,7 @@ struct DraftJob {  // mirrored in outrider/drafters/native_draft.py
     const int *last;   // [requests], the last token of each text
     const int *fresh;  // tokens of the new rows of all texts, `shift` behind their features; of blocks unused
     const int *ids;    // [columns], the token of each column; null: nothing is to be chosen
+    const Row *rows;   // [all budgets], how to sample, logits not set; null: the most likely tokens
     const int *page_offsets, *pages;
     const float *features;       // [new rows of all][F]
     const float *mask_input;     // [H], what a mask has in place of fused features
@@ -104,9 +106,16 @@ Choice most_likely(const float *logits, int columns) {
     return {found == logits + columns ? 0 : int(found - logits), 1.0f / reduce_add(sums)};
 }
 
-// The most likely token of a row of logits, at its place.
+// The token of a row of logits, sampled or the most likely one, at its place.
 void pick(const DraftJob &job, int row, int place) {
-    const Choice choice = most_likely(job.logits + long(row) * job.columns, job.columns);
+    const float *logits = job.logits + long(row) * job.columns;
+    if (job.rows) {
+        Row sampled = job.rows[place];
+        sampled.logits = logits;
+        sample_one(sampled, job.columns, job.ids, job.tokens + place, job.probs + place);
+        return;
+    }
+    const Choice choice = most_likely(logits, job.columns);
     job.tokens[place] = job.ids[choice.column];
     job.probs[place] = choice.prob;
 }
@@ -143,7 +152,30 @@ void fill(const DraftJob &job) {
     outrider_model_forward(job.model, &rows.batch);
 }
 
+// Slot after slot, each with the bias of the token sampled before it.
+void sample_in_turn(const DraftJob &job, const std::vector<int> &starts) {
+    for (int slot = 0; slot < *std::max_element(job.budgets, job.budgets + job.requests); slot++) {
+        std::vector<int> rows, told;
+        for (int b = 0; b < job.requests; b++)
+            if (slot < job.budgets[b]) {
+                rows.push_back(starts[b] + slot);
+                told.push_back(slot ? job.tokens[rows.back() - 1] : job.last[b]);
+            }
+        const int count = int(rows.size());
+        std::vector<int> ends(rows);
+        ends.push_back(rows.back() + 1);
+        MarkovJob markov = *job.markov;
+        markov.chains = count;
+        markov.starts = ends.data();
+        markov.before = told.data();
+        markov.logits = job.logits;
+        outrider_markov_add(&markov);
+        parallel_for(count, 1, [&](long i) { pick(job, rows[i], rows[i]); });
+    }
+}
+
 void choose(const DraftJob &job, const std::vector<int> &starts) {
+    if (job.rows) return sample_in_turn(job, starts);
     MarkovJob markov = *job.markov;
     markov.chains = job.requests;
     markov.starts = starts.data();

@@ -41,6 +41,7 @@ struct MarkovJob {  // mirrored in outrider/drafters/native_heads.py
 extern "C" {
 void outrider_fuse(const outrider::FuseJob *job);
 void outrider_markov_choose(const outrider::MarkovJob *job);
+void outrider_markov_add(const outrider::MarkovJob *job);
 void outrider_model_forward(void *model, const outrider::Batch *batch);
 void outrider_model_store_context(void *model, const outrider::Batch *batch);
 void outrider_model_embed(void *model, const int *tokens, int count, float *out);

@@ -16,23 +16,13 @@
 
 #include "border.h"
 #include "pool.h"
+#include "sample.h"
 #include "vec.h"
 
 namespace outrider {
 namespace {
 
 typedef uint64_t u64x8 __attribute__((vector_size(64)));
-
-// The layout of ROW in target/rows.py.
-struct Row {
-    const float *logits;
-    uint64_t noise_key;
-    int64_t position;
-    double temperature;  // 0: greedy
-    double top_p;
-    double min_p;
-    int64_t top_k;  // 0: all
-};
 
 struct Scratch {
     Buffer candidates, a, b;
@@ -376,6 +366,11 @@ void logprobs_row(const float *x, long n, int32_t chosen, long count, int32_t *i
 }
 
 }  // namespace
+
+void sample_one(const Row &row, long vocab, const int32_t *id_map, int32_t *token, float *prob) {
+    sample_row(row, vocab, id_map, token, prob);
+}
+
 }  // namespace outrider
 
 // A thread that has lost its core holds up a job for milliseconds; four rows of 49,152 take 80 µs.
@@ -388,7 +383,7 @@ extern "C" void outrider_sample(const outrider::Row *rows, long n, long vocab,
                                 const int32_t *id_map, int32_t *tokens, float *token_probs) {
     for_rows(n, vocab, [=](long r) {
         if (rows[r].position < 0) tokens[r] = -1;  // nobody's row
-        else outrider::sample_row(rows[r], vocab, id_map, tokens + r, token_probs ? token_probs + r : nullptr);
+        else outrider::sample_one(rows[r], vocab, id_map, tokens + r, token_probs ? token_probs + r : nullptr);
     });
 }
 
