@@ -5,9 +5,15 @@ import pytest
 import torch
 from engine_cases import VOCAB, exact, params, tree_with_branch_last
 from fakes import ROOT, FakeTarget, ReplaySource, drain, make_engine, path_hash, run
+from neural_cases import KINDS, toy_drafter
+from toy_models import toy_model
 
+from outrider.drafting.neural import NeuralSource
 from outrider.drafting.source import Draft, DraftContext, DraftSource
-from outrider.target.base import PAGE_SIZE
+from outrider.native import library
+from outrider.target.base import PAGE_SIZE, Target
+from outrider.target.model import TransformersTarget
+from outrider.target.native import NativeTarget
 
 LONG = [1 + i * i % (VOCAB - 1) for i in range(5 * PAGE_SIZE + 3)]
 
@@ -140,6 +146,7 @@ class FeatureReader(DraftSource):
 
     name = "reader"
     max_draft_tokens = 4
+    target: FakeTarget
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.target_layer_ids = layers
@@ -181,6 +188,49 @@ def test_sources_get_the_features_of_tokens_that_no_forward_ran_over():
     for name in requests:
         assert again[f"{name}2"].outputs[0].token_ids == found[name].outputs[0].token_ids
         assert again[f"{name}2"].metrics.num_cached_tokens >= 3 * PAGE_SIZE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafters_say_on_a_known_prefix_what_they_say_without_it(kind):
+    source = NeuralSource(toy_drafter(kind, VOCAB))
+    engine = make_engine([source], target=FakeTarget(VOCAB))
+    sampling = params(max_tokens=24, temperature=0.9, seed=4)
+    seen = []
+    for name in "abc":
+        result = run(engine, {name: (LONG, sampling)})[name]
+        speculative = result.metrics.speculative_decoding
+        seen.append((result.outputs[0].token_ids, speculative))
+        assert result.metrics.num_cached_tokens == (0 if name == "a" else 5 * PAGE_SIZE)
+        source.check_integrity()
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][1].num_draft_tokens > 20
+
+
+def real_target(kind: str) -> Target:
+    if kind == "transformers":  # with sliding windows shorter than the text
+        return TransformersTarget(toy_model("gemma3", head_dim=16), 256, deterministic=True)
+    model = toy_model("llama", head_dim=16, num_hidden_layers=3)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    return NativeTarget(model.config, model.state_dict(), dtype, 256, "toy")
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "transformers"])
+@pytest.mark.skipif(library() is None, reason="no compiler, no compiled kernels")
+def test_logits_on_a_known_prefix_have_the_same_bits(kind):
+    texts = {
+        name: ([3 + i * 7 % 90 for i in range(60)] + [5 + j] * 9, params(max_tokens=24, logprobs=3))
+        for j, name in enumerate("abc")
+    }
+    found = []
+    for reuse in (True, False):
+        target = real_target(kind)
+        options = {"eos_token_ids": (), "tokenizer": None, "max_num_batched_tokens": 33}
+        engine = make_engine(target=target, reuse_prefixes=reuse, **options)
+        answers = [run(engine, {name: text})[name] for name, text in texts.items()]
+        answers += run(engine, texts).values()
+        assert (answers[-1].metrics.num_cached_tokens > 0) == reuse
+        found.append([(a.outputs[0].token_ids, a.outputs[0].logprobs) for a in answers])
+    assert found[0] == found[1]
 
 
 def test_an_aborted_prompt_leaves_behind_what_it_computed():
