@@ -109,13 +109,15 @@ class Bench:
                 "eos_token_ids": self.llm.eos_token_ids,
                 "kv_cache_tokens": self.llm.engine.arena.num_pages * 16,
             }
-        return LLM(
+        llm = LLM(
             **shared or {"model": self.given.model, "kv_cache_tokens": 32768},
             speculative_config=config,
             policy=policy,
             max_num_seqs=max(self.given.batch),
             enable_prefix_caching=False,  # a second pass would find the prompts of the first
         )
+        llm.engine.measure_costs()  # prompts are portioned by them, and must be so on all sides
+        return llm
 
     def _interleaved(self, prompts: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
         """Kinds take turns, so that every batch is mixed."""

@@ -112,6 +112,8 @@ def test_budgets_end_at_what_is_of_use():
     source = DraftSource()
     source.max_draft_tokens = 5
     planner = make_planner(0.001)
+    for _ in range(5):  # before that a source is tried with few requests
+        planner.observe_call("source", 1, 1e-6)
 
     def budgets(rooms: list[int], row_budget: int, **options) -> list[int]:
         asks = [Ask(f"r{i}", room, **options) for i, room in enumerate(rooms)]

@@ -139,7 +139,7 @@ class LLM:
             reuse_prefixes=enable_prefix_caching,
         )
         sources = [source.name for source in self.engine.speculation.sources]
-        if is_ours and sources and policy is None:
+        if is_ours and policy is None:
             self.engine.measure_costs()
         self.rules = LivePolicy(document, {*METHODS, *sources})
         self.engine.speculation.rules = self.rules

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from outrider.drafting.source import Draft
 from outrider.engine.drafts import prefix
 
+LEAST = 0.005  # chance that a draft is wrong somewhere, at least
+
 
 def merge(drafts: Sequence[Draft], chances: Sequence[Sequence[float]]) -> tuple[Draft, list[float]]:
     """One draft of all tokens that have a chance, and what is left of the chances.
 
     A token that several sources propose after the same path counts once, with the best of their
-    chances, and belongs to the one that gave it, of equals to the first. Tokens that exclude each
-    other share the chance of their parent.
+    odds, and belongs to the one that gave them, of equals to the first. Tokens that exclude each
+    other are weighed by their odds against none of what their source proposes: of a sure token and
+    a likely one the sure one keeps most of its chance. Alone, a draft keeps its chances.
 
     Args:
         drafts: of at least one token each.
@@ -26,41 +29,60 @@ def merge(drafts: Sequence[Draft], chances: Sequence[Sequence[float]]) -> tuple[
     order = sorted(range(len(drafts)), key=lambda i: -sum(chances[i]))
     tokens: list[int] = []
     parents: list[int] = []
-    raw: list[float] = []
+    odds: list[float] = []
     owners: list[tuple[int, str]] = []  # of each token: which draft, and which source
     places: dict[tuple[int, int], int] = {}
     for index in order:
-        draft, mine = drafts[index], chances[index]
+        draft, mine = drafts[index], _odds(drafts[index], chances[index])
         above = draft.parents
         found: list[int] = []
-        for i, (token, chance) in enumerate(zip(draft.token_ids, mine)):  # noqa: B905
+        for i, (token, value) in enumerate(zip(draft.token_ids, mine)):  # noqa: B905
             parent = i - 1 if not above else above[i]
             where = found[parent] if parent >= 0 else -1
             place = places.setdefault((where, token), len(tokens))
             if place == len(tokens):
                 tokens.append(token)
                 parents.append(where)
-                raw.append(chance)
+                odds.append(value)
                 owners.append((index, draft.source_of(i)))
-            elif (chance, -index) > (raw[place], -owners[place][0]):
-                raw[place], owners[place] = chance, (index, draft.source_of(i))
+            elif (value, -index) > (odds[place], -owners[place][0]):
+                odds[place], owners[place] = value, (index, draft.source_of(i))
             found.append(place)
-    return _finished(tokens, parents, raw, [source for _, source in owners])
+    return _finished(tokens, parents, odds, [source for _, source in owners])
+
+
+def _odds(draft: Draft, chances: Sequence[float]) -> list[float]:
+    """Of every token, given that those before it are right, against none of its siblings."""
+    found: list[float] = []
+    if not draft.is_tree:
+        above = 1.0
+        for chance in chances:
+            share = chance / above if above else 0.0
+            found.append(share / max(LEAST, 1.0 - share))
+            above = chance
+        return found
+    shares: list[float] = []
+    left = [1.0] * (len(draft) + 1)  # that no child of a node is right; [-1]: of the text
+    for parent, chance in zip(draft.parents, chances, strict=True):
+        above = chances[parent] if parent >= 0 else 1.0
+        shares.append(chance / above if above else 0.0)
+        left[parent] -= shares[-1]
+    return [
+        share / max(LEAST, left[parent])
+        for parent, share in zip(draft.parents, shares, strict=True)
+    ]
 
 
 def _finished(
-    tokens: list[int], parents: list[int], raw: list[float], sources: list[str]
+    tokens: list[int], parents: list[int], odds: list[float], sources: list[str]
 ) -> tuple[Draft, list[float]]:
-    below = [0.0] * (len(tokens) + 1)  # raw chances of each node's children; [-1]: of the text
-    for parent, chance in zip(parents, raw, strict=True):
-        below[parent] += chance
+    against = [1.0] * (len(tokens) + 1)  # all odds of a node's children, and of none of them
+    for parent, value in zip(parents, odds, strict=True):
+        against[parent] += value
+    confidence = [v / against[parent] for parent, v in zip(parents, odds, strict=True)]
     chances: list[float] = []
-    confidence: list[float] = []
-    for parent, said in zip(parents, raw, strict=True):
-        above, whole = (chances[parent], raw[parent]) if parent >= 0 else (1.0, 1.0)
-        share = said / max(whole, below[parent]) if said else 0.0
-        chances.append(above * share)
-        confidence.append(share)
+    for parent, share in zip(parents, confidence, strict=True):
+        chances.append(share * (chances[parent] if parent >= 0 else 1.0))
     is_chain = all(parent == i - 1 for i, parent in enumerate(parents))
     is_mixed = len(set(sources)) > 1
     draft = Draft(

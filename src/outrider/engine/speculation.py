@@ -192,7 +192,7 @@ class Speculation:
         by_source: dict[str, list[Outcome]] = {}
         for proposal in proposals:
             ask, outcome = proposal.ask, proposal.outcome
-            if not ask.drafts:
+            if ask.room <= 0:
                 continue
             self.planner.observe(ask, outcome.draft, proposal.accepted_ids)
             for draft in ask.drafts if outcome.draft.token_ids else ():
@@ -241,7 +241,8 @@ class Speculation:
         room = request.draft_room if work.may_draft else 0
         if len(self._kinds) < MAX_KINDS:
             self._kinds.add(terms.kind)
-        ask = Ask(request.request_id, room, terms.kind if terms.kind in self._kinds else "")
+        ask = Ask(request.request_id, room, len(request.tokens))
+        ask.kind = terms.kind if terms.kind in self._kinds else ""
         ask.has_prediction = request.context.prediction is not None
         done = request.num_output_tokens
         if terms.priority or terms.deadline is not None:

@@ -10,8 +10,10 @@ import numpy as np
 
 PRIOR_SLOPE = 0.02  # of a one-row forward per further row: measured 1.15-1.3x for 8 rows on CPUs
 SMOOTHING = 0.1  # weight of a new measurement; the first ones count as a plain mean
-REFRESH = 16  # measurements after which the curve is drawn anew: 20 µs that not every step needs
-FEW = 4  # measurements of a row count up to which each one counts at once
+REFRESH = 16  # measurements after which the curve is drawn anew: 60 µs that not every step needs
+FINE = 8  # row counts up to it are classes of their own, beyond it there are four per octave
+REACH = 0.25  # octaves over which classes lend each other what they saw
+TRUSTED = 20  # measurements beyond which a class weighs no more
 OUTLIER = 3.0  # a step this many times the mean was disturbed by something else
 
 
@@ -30,8 +32,10 @@ class Surface:
 class CostModel:
     """Seconds of a decode step by its rows and their context.
 
-    Corrections are ratios to the surface, interpolated between the row counts that were seen and
-    kept beyond them; the curve never falls with more rows.
+    Corrections are ratios to the surface, learnt by classes of row counts. Neighbouring classes
+    lend each other what they saw, so that one disturbed step bends nothing; between those that
+    were seen the ratio is interpolated, beyond them it is kept, and the curve never falls with
+    more rows.
     """
 
     def __init__(self, max_rows: int, surface: Surface | None = None) -> None:
@@ -39,8 +43,15 @@ class CostModel:
         every = np.arange(max_rows + 1)
         self._base = 1.0 + PRIOR_SLOPE * (every - 1.0)
         self._per_token = np.zeros(max_rows + 1)
-        self._mean = np.ones(max_rows + 1)  # of seconds over those of the surface
-        self._count = np.zeros(max_rows + 1, np.int64)
+        octaves = np.log2(np.maximum(1, every))
+        self._class = np.where(every <= FINE, every, FINE + np.floor(4 * (octaves - 3))).astype(int)
+        num_classes = int(self._class[-1]) + 1
+        sizes = np.bincount(self._class)
+        self._places = np.bincount(self._class, weights=every) / sizes  # rows amid each class
+        far = np.subtract.outer(*[np.log2(np.maximum(1.0, self._places))] * 2)
+        self._nearness = np.exp(-0.5 * (far / REACH) ** 2)
+        self._mean = np.ones(num_classes)  # of seconds over those of the surface
+        self._count = np.zeros(num_classes, np.int64)
         # Corrected seconds by rows, and what a token of context adds; lists, because single numbers
         # of an array take 100 ns each.
         self._lines: tuple[list[float], list[float]] | None = None
@@ -63,15 +74,15 @@ class CostModel:
     def observe(self, num_rows: int, seconds: float, context: int = 0) -> None:
         """A decode step of this many rows took this long, sampling included."""
         ratio = seconds / self._expected(num_rows, context)
-        count = int(self._count[num_rows])
-        mean = float(self._mean[num_rows])
+        place = int(self._class[num_rows])
+        count, mean = int(self._count[place]), float(self._mean[place])
         if count >= 3:
             ratio = min(ratio, OUTLIER * mean)
         weight = max(SMOOTHING, 1.0 / (count + 1))
-        self._mean[num_rows] = mean + weight * (ratio - mean)
-        self._count[num_rows] = count + 1
+        self._mean[place] = mean + weight * (ratio - mean)
+        self._count[place] = count + 1
         self._news += 1
-        if count < FEW or self._news >= REFRESH:
+        if self._news >= REFRESH or self._news >= self._count.sum() / 4:
             self._lines = None
 
     def seconds(self, first: int, last: int, context: int = 0) -> list[float]:
@@ -97,6 +108,8 @@ class CostModel:
         known = np.flatnonzero(self._count)
         ratio: np.ndarray | float = 1.0
         if len(known):
-            ratio = np.interp(np.arange(self.max_rows + 1), known, self._mean[known])
+            weights = self._nearness[np.ix_(known, known)] * np.minimum(TRUSTED, self._count[known])
+            smooth = weights @ self._mean[known] / weights.sum(axis=1)
+            ratio = np.interp(np.arange(self.max_rows + 1), self._places[known], smooth)
         base = np.maximum.accumulate(self._base * ratio).tolist()
         return base, np.maximum.accumulate(self._per_token * ratio).tolist()

@@ -8,15 +8,19 @@ a step less those that the drafts before it would have brought alone, which the 
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from outrider.policy.view import Ask
+
 TOPS = (0.25, 0.75, 1.5, 3.0, 6.0)  # expected tokens of the drafts before; the last has no top
 # Taken for granted at first, so that every source is tried. In accepted tokens per request asked.
 PRIOR = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2)
 PRIOR_WEIGHT = 4.0
 MEMORY = 100.0  # answers beyond which older ones fade
-REQUEST_WEIGHT = 2.0  # tokens that a request's own experience is weighed against
+REQUEST_WEIGHT = 6.0  # tokens that a request's own experience is weighed against
 REQUEST_MEMORY = 16.0
 SMOOTHING = 0.1
 LONGEST_INTERVAL = 1024  # steps between trials of a source that keeps bringing nothing
+FEW_TOKENS = 16  # of new text per request: what a step brings
+USED = 0.25  # of the tokens that a request may still write, steps in which a source is of use
 OUTLIER = 3.0  # a call this many times as long as expected was disturbed by something else
 
 
@@ -27,25 +31,39 @@ def bucket(expected: float) -> int:
 
 @dataclass(slots=True)
 class CallCost:
-    """Seconds of a call by the number of requests in it: a line, fitted as calls are seen."""
+    """Seconds of a call by its requests and by the text it takes in, fitted as calls are seen.
+
+    A source that keeps KV takes in what it has not seen of a text: a whole prompt the first time,
+    or after it was left out for a while.
+    """
 
     base: float = 0.0
     per_request: float = 0.0
+    per_token: float = 0.0  # of text beyond a few tokens per request
     num_calls: int = 0
-    # Running means of n, n², seconds, n · seconds.
+    # Running means of n, n², seconds, n · seconds, over calls with little new text.
     _means: list[float] = field(default_factory=lambda: [0.0] * 4)
+    _num_usual: int = 0
 
     def seconds(self, num_requests: int) -> float:
+        """Of a call for requests whose text it has seen up to the last few tokens."""
         return self.base + self.per_request * num_requests
 
-    def observe(self, num_requests: int, seconds: float) -> None:
+    def observe(self, num_requests: int, seconds: float, new_tokens: int = 0) -> None:
         """The first call, which may warm up, does not count."""
         self.num_calls += 1
         if self.num_calls == 1:
             return
-        if self.num_calls > 4:
+        many = new_tokens - FEW_TOKENS * num_requests
+        if many > FEW_TOKENS * num_requests:
+            if self._num_usual:  # else nobody knows what is due to the text
+                found = max(0.0, seconds - self.seconds(num_requests)) / many
+                self.per_token += (SMOOTHING if self.per_token else 1.0) * (found - self.per_token)
+            return
+        if self._num_usual > 4:
             seconds = min(seconds, OUTLIER * self.seconds(num_requests))
-        weight = max(SMOOTHING / 4, 1.0 / (self.num_calls - 1))
+        self._num_usual += 1
+        weight = max(SMOOTHING / 4, 1.0 / self._num_usual)
         new = (num_requests, num_requests**2, seconds, num_requests * seconds)
         self._means = [m + weight * (v - m) for m, v in zip(self._means, new, strict=True)]
         n, squares, mean, product = self._means
@@ -65,6 +83,7 @@ class SourceGain:
     interval: int = 0  # steps after which it is tried all the same
     is_on: bool = True  # it was asked in the last step, by what it brings
     _sums: dict[str, list[list[float]]] = field(default_factory=dict)  # kind -> [weight, tokens]
+    _lengths: dict[str, int] = field(default_factory=dict)  # of texts when it was last asked
     _requests: dict[str, list[float]] = field(default_factory=dict)  # [expected, found]
 
     def is_due(self, is_asked: bool, usual: int) -> bool:
@@ -105,8 +124,20 @@ class SourceGain:
             row[place][1] += tokens
         self.rows += SMOOTHING * (rows - self.rows)
 
+    def take(self, ask: Ask) -> int:
+        """The source is asked for a request; tokens of its text that are new to it."""
+        new = ask.length - self._lengths.get(ask.request_id, 0)
+        self._lengths[ask.request_id] = ask.length
+        return new
+
+    def intake_seconds(self, ask: Ask) -> float:
+        """What it takes to bring the source up to a text, per step in which that is of use."""
+        new = ask.length - self._lengths.get(ask.request_id, 0)
+        return self.cost.per_token * max(0, new - FEW_TOKENS) / max(1.0, USED * ask.room)
+
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._lengths.pop(request_id, None)
 
     def _row(self, kind: str) -> list[list[float]]:
         row = self._sums.get(kind)

@@ -24,9 +24,10 @@ EXPLORE_EVERY = 64  # one step in so many goes beyond what pays, so that estimat
 FLOOR = 0.01  # a token this unlikely is never worth a row
 PROBES = (1, 1, 2, 4)  # requests in the first calls of a source; the very first may warm up
 CHEAP = 0.01  # of a step: a source that takes less is asked without a second thought
-# A source that was not asked has to promise so much more tokens per second to be asked, and one
-# that was asked so much less not to be: estimates move a little in every step.
-HYSTERESIS = 0.01
+# So much more tokens per second a source has to promise to be asked, one that was not asked in the
+# last step and one that was: estimates move a little in every step, and the best of many are best
+# by luck as well.
+TO_BEGIN, TO_GO_ON = 1.03, 1.01
 KEPT_DECISIONS = 256
 
 
@@ -45,6 +46,7 @@ class _Step:
 
     asked: dict[str, list[_Asked]] = field(default_factory=dict)  # by request
     counts: dict[str, int] = field(default_factory=dict)  # source -> requests
+    new_tokens: dict[str, int] = field(default_factory=dict)  # source -> text it has to take in
     chances: dict[int, list[float]] = field(default_factory=dict)  # by identity of the draft
     threshold: float = 0.0  # worth of a token that pays, as guessed before all are proposed
 
@@ -61,6 +63,7 @@ class Planner:
         self._plans: deque[Plan] = deque(maxlen=KEPT_DECISIONS)
         self._is_biased_rule = is_biased_rule
         self._num_steps = 0
+        self._order: Sequence[DraftSource] = ()
         self._view: StepView | None = None
         self._step = _Step()
 
@@ -73,9 +76,11 @@ class Planner:
         """Those that cost next to nothing as they were given, then the others, cheap ones first."""
         if self._is_biased_rule or len(sources) < 2:
             return sources
-        step = self.cost.seconds(1, 1)[0]
-        costs = {source.name: self.call_seconds(source.name) for source in sources}
-        return sorted(sources, key=lambda s: costs[s.name] if costs[s.name] > CHEAP * step else 0)
+        if self._num_steps % EXPLORE_EVERY == 0 or len(self._order) != len(sources):
+            least = CHEAP * self.cost.seconds(1, 1)[0]
+            costs = {source.name: self.call_seconds(source.name) for source in sources}
+            self._order = sorted(sources, key=lambda s: costs[s.name] * (costs[s.name] > least))
+        return self._order
 
     def budgets(self, source: DraftSource, view: StepView) -> list[int]:
         """Most tokens to draft for each request; 0 where asking would not pay."""
@@ -147,7 +152,7 @@ class Planner:
 
     def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
         """A call was made; what it brought is told by `observe`."""
-        self._gain(name).cost.observe(num_requests, seconds)
+        self._gain(name).cost.observe(num_requests, seconds, self._step.new_tokens.get(name, 0))
 
     def call_seconds(self, name: str) -> float:
         return self._gain(name).cost.seconds(1)
@@ -193,6 +198,7 @@ class Planner:
         if gain.is_due(bool(chosen), EXPLORE_EVERY):
             chosen = {able[self._num_steps % len(able)]}
         self._step.counts[name] = len(chosen)
+        self._step.new_tokens[name] = sum(gain.take(view.asks[index]) for index in chosen)
         for index in chosen:
             ask = view.asks[index]
             asked = _Asked(name, bucket(expected[index]), list(ask.drafts))
@@ -209,18 +215,20 @@ class Planner:
             for index in able
         }
         falling = sorted(able, key=lambda index: -worth[index])
+        late = 0.0  # seconds to take in texts
         # Rows that the drafts so far will add: about as many as the tokens they promise.
         rows = min(view.row_budget, round(1.5 * sum(expected)))
         first = view.num_rows + rows
         last = first + round(gain.rows * len(falling))
         curve = self.cost.seconds(first, last, view.context)
         tokens = sum(ask.weight * (1.0 + value) for ask, value in zip(asks, expected, strict=True))
-        best = tokens / (curve[0] + view.spent) * (1 + (-HYSTERESIS if gain.is_on else HYSTERESIS))
+        best = tokens / (curve[0] + view.spent) * (TO_GO_ON if gain.is_on else TO_BEGIN)
         count = 0
         for number, index in enumerate(falling, 1):
             tokens += worth[index]
+            late += gain.intake_seconds(asks[index])
             added = min(len(curve) - 1, round(gain.rows * number))
-            rate = tokens / (curve[added] + view.spent + gain.cost.seconds(number))
+            rate = tokens / (curve[added] + view.spent + gain.cost.seconds(number) + late)
             if rate > best:
                 best, count = rate, number
         return set(falling[:count])

@@ -64,7 +64,9 @@ def gpu_like(max_rows: int = 4096) -> Surface:
 def simulate(
     trace: Trace, make_policy: MakePolicy, batch: int, surface: Surface, max_rows: int = 512
 ) -> Simulated:
-    """Decode the texts of a trace with `batch` of them under way.
+    """Decode texts of a trace with `batch` of them under way, as long as there are so many.
+
+    How fast the last ones run out says more about their number than about a plan.
 
     Args:
         make_policy: is given a cost model that knows nothing yet but a line; it learns.
@@ -78,14 +80,15 @@ def simulate(
     waiting = [_Running(f"r{i}", request) for i, request in enumerate(trace.requests)][::-1]
     running: list[_Running] = []
     result = Simulated()
-    while waiting or running:
+    while True:
         while waiting and len(running) < batch:
             running.append(waiting.pop())
+        if len(running) < batch:
+            return result
         _step(running, sources, trace, policy, truth, learnt, result)
         for request in [r for r in running if r.place >= len(r.trace.token_ids)]:
             running.remove(request)
             policy.forget(request.request_id)
-    return result
 
 
 class _Named(DraftSource):
@@ -105,7 +108,15 @@ def _step(
     learnt: CostModel,
     result: Simulated,
 ) -> None:
-    asks = [Ask(r.request_id, len(r.trace.token_ids) - r.place - 1, r.trace.kind) for r in running]
+    asks = [
+        Ask(
+            r.request_id,
+            len(r.trace.token_ids) - r.place - 1,
+            r.trace.num_prompt_tokens + r.place,
+            r.trace.kind,
+        )
+        for r in running
+    ]
     context = sum(r.trace.num_prompt_tokens + r.place for r in running)
     view = StepView(asks, len(asks), max(0, truth.max_rows - len(asks)), context)
     timed = _Timed()

@@ -15,6 +15,7 @@ class Ask:
 
     request_id: str
     room: int  # longest draft that can be of use; 0: it does not draft
+    length: int = 0  # tokens of its text
     kind: str = ""
     weight: float = 1.0  # of its tokens, next to those of others
     allowed: Allowed = EVERYTHING

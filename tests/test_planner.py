@@ -1,0 +1,367 @@
+"""The parts of a plan: what confidences are worth, what asking brings, what time costs; traces."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import GREEDY, ids_of, prompts
+from fakes import FakeTarget, ReplaySource, make_engine, run
+
+from outrider.drafting.source import Draft, DraftSource
+from outrider.errors import DataError
+from outrider.policy import measure
+from outrider.policy.calibration import HALF_LIFE, Calibration, extended
+from outrider.policy.cost import CostModel, Surface
+from outrider.policy.fixed import FixedLength
+from outrider.policy.gains import CallCost, SourceGain, bucket
+from outrider.policy.planner import PROBES, Planner
+from outrider.policy.restrict import Allowed
+from outrider.policy.simulate import gpu_like, simulate
+from outrider.policy.traces import Recorder, Trace, read_trace, synthetic
+from outrider.policy.view import Ask, StepView, narrowed
+from outrider.policy.weights import weight_of
+from outrider.terms import Terms
+
+pytestmark = pytest.mark.measured_costs
+
+# ---- calibration
+
+
+def learn(calibration: Calibration, rates: dict[float, float], count: int, kind: str = "") -> None:
+    """Single-token drafts whose confidence c is right in a share rates[c] of the cases."""
+    rng = random.Random(1)
+    for _ in range(count):
+        for said, rate in rates.items():
+            draft = Draft([1], confidence=[said], source="s")
+            calibration.observe(draft, kind, [1 if rng.random() < rate else 2])
+
+
+def chance(calibration: Calibration, said: float, kind: str = "") -> float:
+    return calibration.chances(Draft([1], confidence=[said], source="s"), kind)[0]
+
+
+def test_confidences_become_what_was_observed() -> None:
+    calibration = Calibration()
+    assert chance(calibration, 0.9) == pytest.approx(0.9)
+    learn(calibration, {0.9: 0.6, 0.3: 0.5}, 400)
+    assert chance(calibration, 0.9) == pytest.approx(0.6, abs=0.06)
+    assert chance(calibration, 0.3) == pytest.approx(0.5, abs=0.06)
+    assert chance(calibration, 0.6) == pytest.approx(0.6 - 0.05, abs=0.1)  # between, like the mean
+
+
+def test_a_kind_starts_from_all_kinds_and_then_differs() -> None:
+    calibration = Calibration()
+    learn(calibration, {0.8: 0.5}, 300)
+    assert chance(calibration, 0.8, "chat") == pytest.approx(0.5, abs=0.07)
+    learn(calibration, {0.8: 0.95}, 300, "code")
+    assert chance(calibration, 0.8, "code") == pytest.approx(0.95, abs=0.05)
+    assert chance(calibration, 0.8, "chat") < 0.6
+
+
+def test_places_are_told_apart_and_only_what_is_known_is_judged() -> None:
+    calibration = Calibration()
+    for _ in range(200):
+        draft = Draft([1, 2, 3, 4], confidence=[0.7] * 4, source="s")
+        calibration.observe(draft, "", [1, 2, 9])
+    first, second, third, _ = calibration.chances(
+        Draft([1, 2, 3, 4], confidence=[0.7] * 4, source="s"), ""
+    )
+    assert first > 0.95 and second / first > 0.95 and third / second < 0.1
+    rows = {row.first_position: row for row in calibration.observed()}
+    assert rows[1].accepted_share == 1.0 and rows[3].accepted_share == 0.0
+    assert rows[3].num_tokens == pytest.approx(200)  # the fourth token was never judged
+
+
+def test_trees_are_judged_along_the_true_path_only() -> None:
+    calibration = Calibration()
+    tree = Draft([1, 2, 3, 4], parents=[-1, -1, 0, 1], confidence=[0.6, 0.3, 0.5, 0.5], source="s")
+    for _ in range(100):
+        calibration.observe(tree, "", [2, 4])
+    chances = calibration.chances(tree, "")
+    assert chances[0] < 0.1 and chances[1] > 0.9 and chances[3] > 0.85
+    assert calibration.observed()[1].num_tokens == pytest.approx(100)  # 4, not 3
+
+
+def test_what_another_source_adds_is_calibrated_by_itself() -> None:
+    calibration = Calibration()
+    mixed = Draft([1, 2, 3], confidence=[0.5, 0.9, 0.9], source="a", sources=["a", "b", "b"])
+    for _ in range(100):
+        calibration.observe(mixed, "", [1, 2, 9])
+    assert {row.source for row in calibration.observed()} == {extended("b")}
+    assert calibration.chances(Draft([2], confidence=[0.9], source="b"), "") == [0.9]
+    for _ in range(50):
+        calibration.observe(mixed, "", [7])  # the chain before it was wrong: no news of b
+    assert sum(row.num_tokens for row in calibration.observed()) == pytest.approx(200)
+
+
+def test_old_observations_count_less() -> None:
+    now = [0.0]
+    calibration = Calibration(lambda: now[0])
+    learn(calibration, {0.8: 0.0}, 100)
+    assert chance(calibration, 0.8) < 0.1
+    now[0] += 6 * HALF_LIFE
+    learn(calibration, {0.8: 1.0}, 10)
+    assert chance(calibration, 0.8) > 0.75
+    now[0] += 20 * HALF_LIFE
+    assert calibration.observed() == []
+
+
+# ---- what asking brings, and what it costs
+
+
+def test_gains_are_told_apart_by_what_others_promise() -> None:
+    gain = SourceGain()
+    for _ in range(50):
+        gain.observe("", "r", bucket(0.0), 2.0, 3)
+        gain.observe("", "q", bucket(5.0), 0.0, 3)
+    assert gain.expect("", "new", bucket(0.1)) == pytest.approx(2.0, abs=0.15)
+    assert gain.expect("", "new", bucket(4.0)) < 0.1
+    assert gain.expect("code", "new", bucket(0.1)) == gain.expect("", "new", bucket(0.1))
+
+
+def test_a_request_of_which_a_source_knows_nothing_is_expected_to_bring_less() -> None:
+    gain = SourceGain()
+    for i in range(60):
+        gain.observe("", "good", 0, 2.0, 3)
+        gain.observe("", f"other{i}", 0, 2.0, 3)
+        gain.observe("", "bad", 0, 0.0, 3)
+    good, bad = gain.expect("", "good", 0), gain.expect("", "bad", 0)
+    assert good > 1.3 and bad < 0.6
+    gain.forget("bad")
+    assert gain.expect("", "bad", 0) == gain.expect("", "unknown", 0)
+
+
+def test_costs_of_calls_are_a_line_and_texts_to_take_in_are_apart() -> None:
+    cost, rng = CallCost(), random.Random(1)
+    for _ in range(300):
+        n = rng.randrange(1, 9)
+        cost.observe(n, 0.001 + 0.0002 * n, 4 * n)
+    assert cost.base == pytest.approx(0.001, rel=0.1)
+    assert cost.per_request == pytest.approx(0.0002, rel=0.1)
+    for _ in range(20):
+        cost.observe(1, 0.0012 + 500 * 2e-5, 516)
+    assert cost.seconds(1) == pytest.approx(0.0012, rel=0.1)
+    assert cost.per_token == pytest.approx(2e-5, rel=0.1)
+
+
+def test_an_unknown_source_is_tried_with_few_requests() -> None:
+    planner, source = Planner(CostModel(64, Surface((1,), (0.01,), (0.0,)))), DraftSource()
+    asked = []
+    for _ in range(8):
+        view = StepView([Ask(f"r{i}", 20) for i in range(16)], 16, 40)
+        asked.append(sum(budget > 0 for budget in planner.budgets(source, view)))
+        planner.observe_call(source.name, asked[-1], 1e-5)
+        for ask, draft in zip(view.asks, planner.choose(view), strict=True):
+            planner.observe(ask, draft, [1])
+    assert asked == [*PROBES, *[16] * 4]
+
+
+# ---- weights and terms
+
+
+def test_priorities_and_deadlines_weigh() -> None:
+    assert weight_of(Terms(), 5.0, 10, 10) == 1.0
+    assert weight_of(Terms(priority=-1), 1.0, 5, 5) > 1.4 > weight_of(Terms(priority=1), 1.0, 5, 5)
+    late = Terms(deadline=10.0)
+    assert weight_of(late, 5.0, 50, 50) == 1.0  # just in time
+    assert weight_of(late, 5.0, 50, 100) == pytest.approx(2.0)  # half as fast as it has to be
+    assert weight_of(late, 5.0, 50, 1000) == 1.0  # nothing helps
+    assert weight_of(late, 11.0, 50, 10) == 1.0  # over
+    assert weight_of(late, 5.0, 0, 100) == 1.0
+
+
+def test_rows_go_to_the_request_that_weighs_more() -> None:
+    surface = Surface((1, 64), (0.01, 0.04), (0.0, 0.0))
+    planner = Planner(CostModel(64, surface))
+    draft = [Draft([1, 2, 3, 4], confidence=[0.5] * 4, source=name) for name in "ab"]
+    asks = [Ask("a", 20, drafts=[draft[0]], weight=3.0), Ask("b", 20, drafts=[draft[1]])]
+    chosen = planner.choose(StepView(asks, 2, 5))
+    assert len(chosen[0]) > len(chosen[1])
+
+
+def test_terms_and_rules_narrow_each_other() -> None:
+    both = narrowed(Allowed(None, 4, frozenset("x")), Terms(sources=["x", "y"], num_draft_tokens=9))
+    assert both.sources == ("y",) and both.num_draft_tokens == 4
+    assert narrowed(Allowed(("y",), 4), Terms()) == Allowed(("y",), 4)
+    assert not narrowed(Allowed(), Terms(sources=())).allows("y")
+
+
+# ---- the cost of rows
+
+
+def test_a_surface_gives_seconds_by_rows_and_context_and_steps_correct_it() -> None:
+    surface = Surface((1, 8, 32), (0.004, 0.006, 0.018), (1e-6, 1e-6, 2e-6))
+    cost = CostModel(64, surface)
+    assert cost.seconds(8, 8, 1000) == [pytest.approx(0.007)]
+    assert cost.curve()[20] == pytest.approx(0.012)
+    assert cost.curve()[64] == pytest.approx(0.018 + 32 * 0.0005)  # goes on as it was
+    assert len(cost.seconds(60, 80)) == 5
+    for _ in range(30):
+        cost.observe(8, 0.014, 1000)  # twice as slow as measured
+    assert cost.seconds(8, 8, 1000) == [pytest.approx(0.014)]
+    assert cost.seconds(1, 1, 0) == [pytest.approx(0.008)]
+    assert (np.diff(cost.curve(500)) >= 0).all()
+
+
+def test_one_odd_step_bends_no_curve() -> None:
+    cost = CostModel(64, Surface((1, 64), (0.004, 0.02), (0.0, 0.0)))
+    usual = cost.curve()
+    for rows in (8, 9, 10, 11, 13, 14):
+        for _ in range(20):
+            cost.observe(rows, usual[rows])
+    cost.observe(12, 3 * usual[12])
+    for _ in range(20):
+        cost.observe(10, usual[10])
+    assert cost.curve()[12] < 1.25 * usual[12]
+    assert cost.curve()[20] < 1.25 * usual[20]
+
+
+class Timed(FakeTarget):
+    """Takes what a formula says, on a clock of its own."""
+
+    now = 0.0
+    count = 0
+
+    def forward(self, batch):
+        self.count += 1
+        self.now += 0.004 + 0.0005 * batch.num_rows + 1e-6 * int(batch.context_lens.sum())
+        assert (np.diff(batch.row_starts) <= measure.ROWS_PER_REQUEST).all()
+        for table, context in zip(batch.page_tables, batch.context_lens, strict=True):
+            assert len(table) * 16 >= context + 4 and table.max() < 40
+        return SimpleNamespace(logits=torch.zeros(batch.num_rows, 3))
+
+
+def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    target = Timed(40)
+    monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
+    surface = measure.surface_of(target, 40, 64)
+    assert surface.rows == (1, 2, 4, 8, 16, 32, 64)
+    assert surface.base == pytest.approx([0.004 + 0.0005 * n for n in surface.rows])
+    assert surface.per_token == pytest.approx([1e-6] * 7)
+    count = target.count
+    assert measure.surface_of(target, 40, 64) == surface and target.count == count
+    assert measure.surface_of(target, 40, 32).rows[-1] == 32 and target.count > count
+    (path, _) = sorted((tmp_path / "costs").glob("*.json"))
+    kept = json.loads(path.read_text())
+    assert kept["of"]["target"][0] == "fake" and kept["made"]
+    count = target.count
+    for broken in ("", "{}", '{"rows": [1], "base": [0], "per_token": [0]}'):
+        for file in (tmp_path / "costs").glob("*.json"):
+            file.write_text(broken)
+        measure.surface_of(target, 40, 64)
+        assert target.count > count
+        count = target.count
+
+
+# ---- traces and simulation
+
+
+def test_a_recorded_trace_gives_plain_text_and_every_draft(tmp_path: Path) -> None:
+    plain = run(make_engine(), prompts(3))
+    ids = ids_of(plain)
+    near = ReplaySource(
+        ids, lambda rest, _: Draft(rest[:3], confidence=[0.9] * len(rest[:3])), name="near"
+    )
+    recorder = Recorder()
+    found = run(make_engine([near], planner=recorder), prompts(3))
+    assert ids_of(found) == ids
+    trace = recorder.trace({name: len(prompt) for name, (prompt, _) in prompts(3).items()})
+    assert [r.token_ids for r in trace.requests] == [out[1:-1] for out in ids.values()]
+    assert trace.requests[0].drafts[0]["near"].token_ids == ids["r0"][1:4]
+    path = tmp_path / "trace.jsonl"
+    trace.write(path)
+    again = read_trace(path)
+    assert again.requests == trace.requests and again.calls == trace.calls
+    result = simulate(
+        again, lambda cost: FixedLength(3), 3, Surface((1, 64), (1.0, 1.0), (0.0, 0.0))
+    )
+    assert result.num_tokens == 3 * 38
+    assert result.num_steps == pytest.approx(38 / 4, abs=1)  # three of its tokens and one more each
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"calls": 5}', '{"calls": {}}\n{"kind": 1}', '{"calls": {}}\nx']
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"trace\.jsonl"):
+        read_trace(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_trace(tmp_path / "none")
+
+
+CPU = Surface(
+    (1, 8, 16, 32, 64, 128), (4.6e-3, 5.5e-3, 7.6e-3, 12.7e-3, 24.6e-3, 47e-3), (7e-7,) * 6
+)
+
+
+def measured(surface: Surface):
+    def make(cost: CostModel) -> Planner:
+        cost.use(surface)
+        return Planner(cost)
+
+    return make
+
+
+def only(trace: Trace, *names: str) -> Trace:
+    for request in trace.requests:
+        request.drafts = [
+            {n: d for n, d in place.items() if n in names} for place in request.drafts
+        ]
+    return trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "least"), [(1, 1.1), (4, 1.05), (16, 1.05)])
+def test_the_planner_beats_every_fixed_length_of_every_source(batch: int, least: float) -> None:
+    def rate(make, *names: str) -> float:
+        trace = only(synthetic(6 * batch, 80), *names)
+        return simulate(trace, make, batch, CPU).tokens_per_second
+
+    best = max(
+        rate(lambda cost, k=k: FixedLength(k), name)
+        for name in ("lookup", "neural")
+        for k in (1, 2, 4, 8)
+    )
+    plain = rate(lambda cost: FixedLength(0))
+    planner = rate(measured(CPU), "lookup", "neural")
+    assert planner >= least * best
+    assert planner >= 1.02 * plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_where_nothing_can_be_foretold_the_planner_is_plain_decoding(batch: int) -> None:
+    trace = synthetic(9 * batch, 100)
+    trace.requests = [request for request in trace.requests if request.kind == "random"]
+    plain = simulate(trace, lambda cost: FixedLength(0), batch, CPU)
+    planner = simulate(trace, measured(CPU), batch, CPU)
+    assert planner.tokens_per_second >= 0.97 * plain.tokens_per_second
+
+
+@pytest.mark.slow
+def test_a_large_batch_on_a_device_where_rows_are_cheap() -> None:
+    trace = only(synthetic(768, 24), "lookup")
+    plain = simulate(trace, lambda cost: FixedLength(0), 256, gpu_like(), 2048)
+    planner = simulate(trace, measured(gpu_like()), 256, gpu_like(), 2048)
+    assert planner.tokens_per_second >= 1.1 * plain.tokens_per_second
+    assert planner.num_draft_rows > 1000
+
+
+def test_a_kind_of_request_has_rates_of_its_own_in_the_engine() -> None:
+    plain = run(make_engine(), prompts(1))
+    source = ReplaySource(ids_of(plain), lambda rest, _: Draft(rest[:4]))
+    planner = Planner(CostModel(512))
+    engine = make_engine([source], planner=planner)
+    prompt, _ = prompts(1)["r0"]
+    engine.add_request("r0", prompt, GREEDY, terms=Terms(kind="code"))
+    while engine.has_work:
+        engine.step()
+    assert {row.kind for row in planner.calibration.observed()} == {"", "code"}
+    assert all(row.accepted_share == 1.0 for row in planner.calibration.observed())
