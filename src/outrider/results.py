@@ -81,12 +81,12 @@ class RequestMetrics:
     """Times of one request in seconds of `time.perf_counter`, and its acceptance."""
 
     arrival_time: float = 0.0
-    scheduled_time: float | None = None  # end of waiting
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # of the prompt, whose KV an earlier request left
     speculative_decoding: SpeculativeMetrics | None = None  # None: plain decoding
+    scheduled_time: float | None = None  # end of waiting
+    num_cached_tokens: int = 0  # of the prompt, whose KV an earlier request left
 
 
 @dataclass(slots=True)
