@@ -7,7 +7,8 @@
 Code edits, JSON, chat, maths and summaries are decoded with a fixed number of requests under way.
 Every source alone drafts with each of --lengths once; its best length then takes turns with plain
 decoding, the other sources and the planner. All texts must be the same. Medians over --rounds, in
-tokens per second of a whole pass. The last line is
+tokens per second of a whole pass, in which every batch is filled --fill times: prompts come again
+where there are too few. The last line is
 {"<batch>": {"planner": …, "best_single": …, "plain": …}}.
 """
 
@@ -85,20 +86,29 @@ class Bench:
 
     def _pass(self, side: Side, batch: int) -> float:
         """Decode every prompt once; tokens per second. All sides must write the same texts."""
-        found = drive(side.llm, self.prompts, self.params, batch)
+        wanted = max(len(self.prompts), self.given.fill * batch)
+        prompts = [
+            (i, self.prompts[i % len(self.prompts)][1]) for i in range(wanted)
+        ]  # under ids of their own
+        found = drive(side.llm, prompts, self.params, batch)
         for answer in found.answers:
+            answer.index %= len(self.prompts)
             expected = self.texts.setdefault(answer.index, answer.token_ids)
             assert answer.token_ids == expected, (
                 f"{side.name} wrote another text than plain decoding"
             )
         side.rates.append(found.num_tokens / found.seconds)
         for kind in dict.fromkeys(self.kinds):
-            answers = [a for a in found.answers if self.kinds[a.index] == kind]
+            answers = [a for a in found.answers if self.kind_of(a.index) == kind]
             spans = [span for answer in answers for span in answer.spans()]
             seconds = sum(span.seconds for span in spans)
             if seconds:
                 side.by_kind.setdefault(kind, []).append(sum(s.num_tokens for s in spans) / seconds)
         return side.rates[-1]
+
+    def kind_of(self, place: int) -> str:
+        """Of the prompt at a place of the list."""
+        return self.kinds[self.prompts[place][0]]
 
     def _llm(self, config: Any, policy: FixedLength | None = None) -> LLM:
         shared: dict[str, Any] = {}
@@ -165,7 +175,7 @@ def plot(results: dict[str, list[Side]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="default: the default target")
     parser.add_argument("--source", action="append", default=[], help="JSON of one more source")
     parser.add_argument("--workload", nargs="+", type=Path, help="JSONL of prompts instead")
@@ -173,6 +183,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="so many prompts, evenly spread")
     parser.add_argument("--batch", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="fixed lengths")
+    parser.add_argument("--fill", type=int, default=4, help="requests per place of a batch")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plot", type=Path, help="an image of the table")

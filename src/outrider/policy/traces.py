@@ -77,9 +77,18 @@ class Recorder(FixedLength):
         super().__init__()
         self._requests: dict[str, RequestTrace] = {}
         self._costs: dict[str, CallCost] = {}
+        self._lengths: dict[tuple[str, str], int] = {}  # of texts when sources last saw them
+        self._new_tokens = 0
 
     def budgets(self, source: DraftSource, view: StepView) -> list[int]:
-        return [cap(ask, source) for ask in view.asks]
+        budgets = [cap(ask, source) for ask in view.asks]
+        self._new_tokens = 0
+        for ask, budget in zip(view.asks, budgets, strict=True):
+            if budget:
+                key = source.name, ask.request_id
+                self._new_tokens += ask.length - self._lengths.get(key, 0)
+                self._lengths[key] = ask.length
+        return budgets
 
     def choose(self, view: StepView) -> list[Draft]:
         return [Draft() for _ in view.asks]
@@ -91,7 +100,8 @@ class Recorder(FixedLength):
         request.token_ids += true_ids
 
     def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
-        self._costs.setdefault(name, CallCost()).observe(num_requests, seconds)
+        cost = self._costs.setdefault(name, CallCost())
+        cost.observe(num_requests, seconds, self._new_tokens)
 
     def trace(self, num_prompt_tokens: dict[str, int]) -> Trace:
         """What was recorded of these requests; each has the tokens of its prompt."""
