@@ -240,6 +240,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(rules=JSON, when=JSON, then=JSON)
 def test_no_document_does_worse_than_being_refused(rules, when, then):
     for document in (rules, policy({"when": when, "then": then}), {"version": 1, "rules": rules}):
