@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.checks import INT32_MAX, boolean, integer, number, shown, token_ids
 from outrider.errors import SamplingError
@@ -33,6 +34,7 @@ NUMBERS: dict[str, tuple[float | None, float]] = {
 }
 BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
+GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
 OPTIONAL = ("seed", "max_tokens", "logprobs")
 
 
@@ -65,6 +67,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prediction: str | Sequence[int] | None = None  # expected output (text or ids), used as draft
+    structured_outputs: Mapping[str, Any] | None = None  # json, json_object, regex, choice, grammar
     owner: str = ""  # tenant tag: what this request says is drafted to no other owner
     stop_strings: tuple[str, ...] = field(init=False, default=(), repr=False)
 
@@ -72,6 +75,7 @@ class SamplingParams:
         self._check_scalars()
         self._check_stops()
         self._check_token_ids()
+        self._check_grammar()
 
     @property
     def is_greedy(self) -> bool:
@@ -101,6 +105,16 @@ class SamplingParams:
             raise SamplingError(
                 f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), "
                 f"got {shown(self.min_tokens)}"
+            )
+
+    def _check_grammar(self) -> None:
+        if self.structured_outputs is None:
+            return
+        _check_grammar(self.structured_outputs)
+        others = ("ignore_eos", "min_tokens", "allowed_token_ids", "banned_token_ids")
+        if given := [name for name in others if getattr(self, name)]:
+            raise SamplingError(
+                f"structured_outputs decides alone which tokens may come, got {given[0]} too"
             )
 
     def _check_stops(self) -> None:
@@ -135,3 +149,23 @@ class SamplingParams:
                 )
                 for token, bias in self.logit_bias.items()
             }
+
+
+def _check_grammar(given: Any) -> None:
+    if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in GRAMMARS:
+        raise SamplingError(
+            f"structured_outputs must have one of the keys {', '.join(GRAMMARS)}, got {shown(given)}"
+        )
+    [(kind, value)] = given.items()
+    fits = {
+        "json": isinstance(value, Mapping | str | bool),
+        "json_object": value is True,
+        "choice": _is_texts(value),
+    }
+    if not fits.get(kind, isinstance(value, str)):
+        raise SamplingError(f"structured_outputs.{kind} has a wrong value: {shown(value)}")
+
+
+def _is_texts(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return is_list and len(value) > 0 and all(isinstance(text, str) and text for text in value)

@@ -1,7 +1,7 @@
 """Checks what is submitted and makes requests of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
@@ -11,6 +11,7 @@ from outrider.drafting.source import DraftContext
 from outrider.engine.output import OutputBuilder, TokenizerLike
 from outrider.engine.request import Request, RequestGroup, TokenBuffer, read_only
 from outrider.errors import PromptError, SamplingError
+from outrider.grammar import Grammars, GrammarState
 from outrider.results import SpeculativeMetrics
 from outrider.sampling_params import SamplingParams
 from outrider.target.edits import check_against_vocab
@@ -27,6 +28,11 @@ class Intake:
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerLike | None
     is_speculative: bool
+    grammars: Grammars = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
     clock: Callable[[], float] = perf_counter
 
     def admit(
@@ -62,6 +68,7 @@ class Intake:
             raise SamplingError(
                 f"stop strings {params.stop_strings} need a tokenizer, the engine has none"
             )
+        self._grammar(params)
         return self._check_prompt(token_ids)
 
     def _check_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -88,6 +95,11 @@ class Intake:
             )
         return ids.astype(np.int32)
 
+    def _grammar(self, params: SamplingParams) -> GrammarState | None:
+        if params.structured_outputs is None:
+            return None
+        return self.grammars.follow(params.structured_outputs)
+
     def _choice(
         self,
         group: RequestGroup,
@@ -113,6 +125,7 @@ class Intake:
             num_prompt_tokens=len(ids),
             max_tokens=max_tokens,
             noise_key=key,
+            grammar=self._grammar(params),
             output=OutputBuilder(params, max_tokens, self.eos_token_ids, stream),
             context=DraftContext(
                 request_id=request_id,

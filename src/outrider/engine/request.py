@@ -8,6 +8,7 @@ import numpy as np
 
 from outrider.drafting.source import DraftContext
 from outrider.engine.output import OutputBuilder
+from outrider.grammar import GrammarState
 from outrider.results import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.sampling_params import SamplingParams
 from outrider.target.prefixes import PageKeys
@@ -68,6 +69,7 @@ class Request:
     noise_key: int  # uint64 of (seed, choice)
     output: OutputBuilder
     context: DraftContext
+    grammar: GrammarState | None = None
     status: Status = Status.WAITING
     order: int = 0  # place in the order of arrival, given by the scheduler
     page_keys: PageKeys = field(init=False)  # by which others find its KV

@@ -67,6 +67,7 @@ class _RowGroups:
                     draft.token_ids,
                     draft.parents,
                     self._eos_token_ids,
+                    request.grammar,
                     self._counts_of(request) if request.params.has_penalties else None,
                 )
             )

@@ -109,6 +109,9 @@ def edit_logits(logits: np.ndarray, group: RowGroup) -> None:
         logits[:, allowed] = kept
     if params.banned_token_ids:
         logits[:, _columns(params.banned_token_ids, vocab_size)] = -np.inf
+    if group.grammar is not None:
+        output_ids = group.token_ids[group.num_prompt_tokens :]
+        group.grammar.mask_rows(logits, output_ids, group.draft_ids, group.parents)
     if params.logit_bias:
         biased = {i: bias for i, bias in params.logit_bias.items() if i < vocab_size}
         logits[:, list(biased)] += np.array(list(biased.values()), np.float32)

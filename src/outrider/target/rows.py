@@ -10,6 +10,7 @@ import numpy as np
 from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from outrider.grammar import GrammarState
     from outrider.target.edits import TextCounts
 
 # One row for sampling; the struct `Row` of native/sample.cpp has the same layout.
@@ -45,6 +46,7 @@ class RowGroup:
     draft_ids: Sequence[int] = ()
     parents: Sequence[int] = ()  # draft index of each parent, -1 = the text; empty = chain
     eos_token_ids: Sequence[int] = ()
+    grammar: "GrammarState | None" = None  # where the output is in the one it follows
     counts: "TextCounts | None" = None  # kept by the engine between steps; None: counted anew
 
     @property
@@ -75,6 +77,7 @@ class RowGroup:
             or params.banned_token_ids
             or params.logit_bias
             or params.has_penalties
+            or self.grammar is not None
         )
 
     def packed(self, address: int, stride: int) -> list[bytes]:

@@ -1,0 +1,171 @@
+"""Output that follows a grammar: plain decoding's text under any drafts, and never a breach."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from engine_cases import SCRIPTS
+from fakes import FakeTarget, ReplaySource, SubmitAll
+from toy_models import toy_tokenizer
+
+from outrider import LLM, Draft, SamplingError, SamplingParams
+from outrider.grammar import Grammars
+from outrider.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+
+EOS = 2
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{0,6}$"},  # the toy knows no whole é
+        "age": {"type": "integer", "maximum": 999, "minimum": 0},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": {"json": SCHEMA},
+    "text": {"json": json.dumps({"type": "array", "items": {"type": "boolean"}, "maxItems": 3})},
+    "regex": {"regex": "[a-c]{2,9}(one|two)[0-9]"},
+    "choice": {"choice": ["yes", "no", 'per"haps']},
+    "lark": {"grammar": 'start: "the" /[xyz]{1,4}/ ";"'},
+}
+TOKENIZER = Tokenizer.from_transformers(toy_tokenizer())
+
+
+def make_llm(*sources) -> LLM:
+    return LLM(
+        target=FakeTarget(96), tokenizer=TOKENIZER, eos_token_ids=EOS, kv_cache_tokens=4096,
+        speculative_config=list(sources) or None, policy=SubmitAll() if sources else None,
+    )  # fmt: skip
+
+
+def params(grammar: dict, **changes) -> SamplingParams:
+    values = {"temperature": 0.8, "seed": 3, "max_tokens": 120} | changes
+    return SamplingParams(structured_outputs=grammar, **values)
+
+
+def fits(name: str, text: str) -> bool:
+    if name == "regex":
+        return re.fullmatch("[a-c]{2,9}(one|two)[0-9]", text) is not None
+    if name == "choice":
+        return text in GRAMMARS["choice"]["choice"]
+    if name == "lark":
+        return re.fullmatch("the[xyz]{1,4};", text) is not None
+    found = json.loads(text)
+    if name == "text":
+        return len(found) <= 3 and all(isinstance(one, bool) for one in found)
+    return (
+        list(found) == ["name", "age", "tags"]
+        and len(found["name"]) <= 6
+        and 0 <= found["age"] <= 999
+        and set(found["tags"]) <= {"red", "blue"}
+    )
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_plain_text_follows_the_grammar_to_its_end(name):
+    wanted = [params(GRAMMARS[name], seed=seed) for seed in range(6)]
+    wanted.append(params(GRAMMARS[name], temperature=0))
+    outputs = [one.outputs[0] for one in make_llm().generate(["the end"] * 7, wanted)]
+    assert all(one.finish_reason == "stop" and one.token_ids[-1] == EOS for one in outputs)
+    assert all(fits(name, one.text) for one in outputs), [one.text for one in outputs]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_drafts_never_change_a_text_with_a_grammar(script):  # X1: its end lies inside drafts
+    for name, grammar in GRAMMARS.items():
+        for changes in ({}, {"temperature": 0.0}, {"frequency_penalty": 1.0, "n": 2}):
+            wanted = params(grammar, **changes)
+            [plain] = make_llm().generate("the end", wanted)
+            n = len(plain.outputs)
+            known = {
+                "0" if n == 1 else f"0#{one.index}": [*one.token_ids, 5, EOS, 7, EOS]
+                for one in plain.outputs
+            }
+            llm = make_llm(ReplaySource(known, script))
+            [found] = llm.generate("the end", wanted)
+            for mine, theirs in zip(found.outputs, plain.outputs, strict=True):
+                assert (mine.token_ids, mine.text) == (theirs.token_ids, theirs.text), name
+                assert mine.finish_reason == theirs.finish_reason
+
+
+def test_a_mask_is_that_of_a_row_s_own_ancestors():
+    state = Grammars(TOKENIZER, 96, [EOS]).follow({"regex": "ab|cd|a5"})
+    a, b, c, d, five, x = (TOKENIZER.token_id(one) for one in "abcd5x")
+    assert None not in (a, b, c, d, five, x)
+    logits = np.zeros((7, 96), np.float32)
+    #        a  c  b (after a)  d (after c)  x (after a)  anything (after x)
+    state.mask_rows(logits, np.array([], np.int32), [a, c, b, d, x, a], [-1, -1, 0, 1, 0, 4])
+    allowed = [set(np.flatnonzero(row == 0).tolist()) for row in logits]
+    assert allowed[0] == {a, c}
+    assert allowed[1] == {b, five}
+    assert allowed[2] == {d}
+    assert allowed[3] == allowed[4] == {EOS}
+    assert len(allowed[5]) == len(allowed[6]) == 96  # no output gets there
+    again = np.zeros((2, 96), np.float32)
+    state.mask_rows(again, np.array([c], np.int32), [d], [])
+    assert [set(np.flatnonzero(row == 0).tolist()) for row in again] == [{d}, {EOS}]
+
+
+def test_a_text_goes_on_after_preemption_where_its_grammar_was():
+    wanted = [params(GRAMMARS["schema"], seed=seed) for seed in range(6)]
+    alone = [make_llm().generate("the end", one)[0].outputs[0].text for one in wanted]
+    llm = LLM(
+        target=FakeTarget(96), tokenizer=TOKENIZER, eos_token_ids=EOS, kv_cache_tokens=128,
+        speculative_config=None,
+    )  # fmt: skip
+    together = llm.generate(["the end"] * 6, wanted)
+    assert [one.outputs[0].text for one in together] == alone
+    assert sum(one.metrics.num_preemptions for one in together) > 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({}, 5, "json", {"json": 5}, {"json": SCHEMA, "regex": "a"}, {"xml": "a"}),
+        *({"json_object": False}, {"choice": []}, {"choice": [5]}, {"choice": "ab"}, {"regex": 7}),
+    ],
+)
+def test_what_is_no_grammar_is_refused(given):
+    with pytest.raises(SamplingError, match="structured_outputs"):
+        SamplingParams(structured_outputs=given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"json": "{"}, {"json": {"type": "nonsense"}}, {"json": {"$ref": "#/nowhere"}}),
+        *({"regex": "("}, {"grammar": "start: nope"}, {"json": "[]"}),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_before_any_work(given):
+    llm = make_llm()
+    with pytest.raises(SamplingError, match="structured_outputs"):
+        llm.generate("the", SamplingParams(structured_outputs=given))
+    assert not llm.engine.has_work
+
+
+def test_a_grammar_goes_together_with_no_other_rule_of_tokens():
+    for changes in (
+        {"ignore_eos": True}, {"min_tokens": 2}, {"allowed_token_ids": [1]},
+        {"banned_token_ids": [1]},
+    ):  # fmt: skip
+        with pytest.raises(SamplingError, match=next(iter(changes))):
+            SamplingParams(structured_outputs={"json_object": True}, max_tokens=9, **changes)
+    without = LLM(target=FakeTarget(96), tokenizer=None, kv_cache_tokens=512)
+    with pytest.raises(SamplingError, match="tokenizer"):
+        without.generate({"prompt_token_ids": [3]}, params({"json_object": True}))
+
+
+def test_drafts_that_break_the_grammar_are_never_kept():
+    [plain] = make_llm().generate("the end", params(GRAMMARS["regex"]))
+    known = {"0": plain.outputs[0].token_ids}
+    forbidden = TOKENIZER.token_id("Z")
+    llm = make_llm(ReplaySource(known, lambda rest, _: Draft([*rest[:1], forbidden, *rest[1:3]])))
+    [found] = llm.generate("the end", params(GRAMMARS["regex"]))
+    assert found.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert forbidden not in found.outputs[0].token_ids
