@@ -350,7 +350,7 @@ def test_a_large_batch_on_a_device_where_rows_are_cheap() -> None:
     trace = only(synthetic(768, 24), "lookup")
     plain = simulate(trace, lambda cost: FixedLength(0), 256, gpu_like(), 2048)
     planner = simulate(trace, measured(gpu_like()), 256, gpu_like(), 2048)
-    assert planner.tokens_per_second >= 1.1 * plain.tokens_per_second
+    assert planner.tokens_per_second >= 1.05 * plain.tokens_per_second
     assert planner.num_draft_rows > 1000
 
 

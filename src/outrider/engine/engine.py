@@ -14,7 +14,7 @@ import torch
 from outrider.checks import INT32_MAX, integer
 from outrider.drafting.source import DraftSource
 from outrider.engine.batch import pack
-from outrider.engine.features import SlotFeatures, slots_of
+from outrider.engine.features import SlotFeatures, one_thread, slots_of
 from outrider.engine.intake import Intake
 from outrider.engine.load import LoadMeter
 from outrider.engine.output import TokenizerLike
@@ -282,7 +282,8 @@ class Engine:
             self.arena.commit(proposal.work.request.request_id, len(new.accepted))
         self.scheduler.committed(schedule)
         if verified.features is not None:
-            self._keep_features(schedule, proposals, verified)
+            with one_thread():
+                self._keep_features(schedule, proposals, verified)
         for proposal, new in zip(proposals, verified.found, strict=True):
             self._append(proposal, new)
         self.times.lap("commit")

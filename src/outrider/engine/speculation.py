@@ -12,6 +12,7 @@ from outrider.checks import INT32_MAX, integer, shown
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.engine.answers import check_answer
 from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part
+from outrider.engine.features import one_thread
 from outrider.engine.guard import STALL_PER_TOKEN, STALL_SECONDS, Guard
 from outrider.engine.merging import joined
 from outrider.engine.request import Request
@@ -385,7 +386,8 @@ class Speculation:
         if not source.target_layer_ids:
             return context
         pending = self._features.pop((source.name, request.request_id), [])
-        return replace(context, features=torch.cat(pending) if pending else None)
+        with one_thread():
+            return replace(context, features=torch.cat(pending) if pending else None)
 
     def _fit(self, draft: Draft, proposal: Proposal) -> Draft:
         outcome = proposal.outcome

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 PRIOR_SLOPE = 0.02  # of a one-row forward per further row: measured 1.15-1.3x for 8 rows on CPUs
-SMOOTHING = 0.1  # weight of a new measurement; the first ones count as a plain mean
+SPEED_SMOOTHING = 0.1  # weight of a step in the speed of the machine
+SHAPE_SMOOTHING = 0.05  # … and in what its row count takes beside others; first ones weigh more
+KNOWN = 3  # steps of a class from which on it tells about the speed
+MEASURED = 4.0  # steps that the surface of this machine is worth, in each class
+FADE = 0.98  # of a class's steps, each time the curve is drawn anew: what is not tried is forgotten
 REFRESH = 16  # measurements after which the curve is drawn anew: 60 µs that not every step needs
 FINE = 8  # row counts up to it are classes of their own, beyond it there are four per octave
 REACH = 0.25  # octaves over which classes lend each other what they saw
 TRUSTED = 20  # measurements beyond which a class weighs no more
-OUTLIER = 3.0  # a step this many times the mean was disturbed by something else
+OUTLIER = 2.0  # a step this many times what was expected was disturbed by something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,11 @@ class Surface:
 class CostModel:
     """Seconds of a decode step by its rows and their context.
 
-    Corrections are ratios to the surface, learnt by classes of row counts. Neighbouring classes
-    lend each other what they saw, so that one disturbed step bends nothing; between those that
-    were seen the ratio is interpolated, beyond them it is kept, and the curve never falls with
-    more rows.
+    A step takes what the surface says, times the speed of the machine just now (others may work on
+    it too), times what is learnt of its class of row counts. Speed and shape are told apart because
+    a slow minute must not make the row counts look dear that happened to be in it. Neighbouring
+    classes lend each other what they saw; between those that were seen the shape is interpolated,
+    beyond them it is kept, and the curve never falls with more rows.
     """
 
     def __init__(self, max_rows: int, surface: Surface | None = None) -> None:
@@ -50,8 +55,10 @@ class CostModel:
         self._places = np.bincount(self._class, weights=every) / sizes  # rows amid each class
         far = np.subtract.outer(*[np.log2(np.maximum(1.0, self._places))] * 2)
         self._nearness = np.exp(-0.5 * (far / REACH) ** 2)
-        self._mean = np.ones(num_classes)  # of seconds over those of the surface
-        self._count = np.zeros(num_classes, np.int64)
+        self._shape = np.ones(num_classes)
+        self._count = np.zeros(num_classes)
+        self._speed = 0.0  # seconds over those expected; 0: no step was seen
+        self._trust = 0.0  # steps that the surface is worth
         # Corrected seconds by rows, and what a token of context adds; lists, because single numbers
         # of an array take 100 ns each.
         self._lines: tuple[list[float], list[float]] | None = None
@@ -68,18 +75,20 @@ class CostModel:
             slope = max(0.0, (base[-1] - base[-2]) / (rows[-1] - rows[-2]))
             self._base += slope * np.maximum(0, every - rows[-1])
         self._per_token = np.interp(every, rows, surface.per_token)
-        self._count[:] = 0
-        self._lines = None
+        self._count[:], self._shape[:] = 0, 1
+        self._speed, self._trust, self._lines = 0.0, MEASURED, None
 
     def observe(self, num_rows: int, seconds: float, context: int = 0) -> None:
         """A decode step of this many rows took this long, sampling included."""
         ratio = seconds / self._expected(num_rows, context)
         place = int(self._class[num_rows])
-        count, mean = int(self._count[place]), float(self._mean[place])
-        if count >= 3:
-            ratio = min(ratio, OUTLIER * mean)
-        weight = max(SMOOTHING, 1.0 / (count + 1))
-        self._mean[place] = mean + weight * (ratio - mean)
+        count, shape = float(self._count[place]), float(self._shape[place])
+        self._speed = self._speed or ratio
+        if count >= KNOWN:
+            ratio = min(ratio, OUTLIER * shape * self._speed)
+            self._speed += SPEED_SMOOTHING * (ratio / shape - self._speed)
+        weight = max(SHAPE_SMOOTHING, 1.0 / (count + 1.0 + self._trust))
+        self._shape[place] = shape + weight * (ratio / self._speed - shape)
         self._count[place] = count + 1
         self._news += 1
         if self._news >= REFRESH or self._news >= self._count.sum() / 4:
@@ -105,11 +114,15 @@ class CostModel:
 
     def _corrected(self) -> tuple[list[float], list[float]]:
         self._news = 0
-        known = np.flatnonzero(self._count)
-        ratio: np.ndarray | float = 1.0
+        known = np.flatnonzero(self._count > 0.5)
+        ratio: np.ndarray | float = self._speed or 1.0
         if len(known):
             weights = self._nearness[np.ix_(known, known)] * np.minimum(TRUSTED, self._count[known])
-            smooth = weights @ self._mean[known] / weights.sum(axis=1)
-            ratio = np.interp(np.arange(self.max_rows + 1), self._places[known], smooth)
+            total = weights.sum(axis=1) + self._trust
+            shape = (weights @ self._shape[known] + self._trust) / total
+            ratio = self._speed * np.interp(
+                np.arange(self.max_rows + 1), self._places[known], shape
+            )
+        self._count *= FADE
         base = np.maximum.accumulate(self._base * ratio).tolist()
         return base, np.maximum.accumulate(self._per_token * ratio).tolist()
