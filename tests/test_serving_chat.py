@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 from fakes import ROOT, FakeTarget, FakeTokenizer, ReplaySource, path_hash
 from serving_cases import CHAT, COMPLETIONS, asked, make_llm, refusal, serving, streamed
+from toy_models import toy_tokenizer
 
+from outrider import Draft, ScriptedSource
 from outrider.serving.parsers import ChatParser, Said
+from outrider.tokenizer import Tokenizer
 
 BYTES = [b"<eos>", *(bytes([c]) for c in range(1, 256))]
 WORDS = [b"<tool_call>", b"</tool_call>", b"</thi", b"nk>", b'"name": ', b'{"', "日本".encode()[:4]]
 TOKENIZER = FakeTokenizer([*BYTES, *WORDS], special=[0])
+TOY = Tokenizer.from_transformers(toy_tokenizer())
 USER = [{"role": "user", "content": "hi"}]
 WEATHER = {"type": "function", "function": {
     "name": "weather", "description": "of a city", "parameters": {"type": "object"}}}  # fmt: skip
@@ -22,13 +26,13 @@ OTHER = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 class SayTarget(FakeTarget):
     """Says one text after one prompt, and then ends."""
 
-    def __init__(self, prompt: str, text: str) -> None:
-        super().__init__(len(TOKENIZER.pieces), max_model_len=2048)
+    def __init__(self, prompt: str, text: str, tokenizer=TOKENIZER, eos: int = 0) -> None:
+        super().__init__(96 if eos else len(TOKENIZER.pieces), max_model_len=2048)
         self.says: dict[int, int] = {}
         path = ROOT
-        for token in TOKENIZER.encode(prompt):
+        for token in tokenizer.encode(prompt):
             path = path_hash(path, token)
-        for token in [*TOKENIZER.encode(text), 0]:
+        for token in [*tokenizer.encode(text), eos]:
             self.says[path] = token
             path = path_hash(path, token)
 
@@ -157,10 +161,6 @@ def test_earlier_calls_and_their_results_are_told_to_the_model():
 
 
 def test_templates_that_know_tools_are_given_them():
-    from toy_models import toy_tokenizer
-
-    from outrider.tokenizer import Tokenizer
-
     template = (
         "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
         "{% for m in messages %}{{ m['content'] }}{% for c in m.tool_calls or [] %}"
@@ -243,13 +243,86 @@ def test_tokens_and_their_sources_are_streamed_when_asked_for():
     assert len([s for part in parts for s in part["token_sources"]]) == len(ids)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_json_schemas_are_refused_in_one_sentence(path):
-    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
-    with server_that_says("x") as client:
-        for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {}}):
-            error = refusal(client.post(path, json=body | {"response_format": form}))
-            assert error["param"] == "response_format"
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "maximum": 99}},
+    "required": ["ok", "n"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+def toy_server(text: str = "", prompt: str = "hi", **settings):
+    """Says a text where the grammar lets it, else random letters; drafts cross every border."""
+    pytest.importorskip("llguidance")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = Tokenizer.from_transformers(toy_tokenizer(template))
+    target = SayTarget(prompt, text, TOY, 2) if text else FakeTarget(96)
+    source = ScriptedSource(
+        lambda context: Draft(TOY.encode(text)[len(context.token_ids) - 2 :][:7])
+    )
+    llm = make_llm(source, target=target, tokenizer=tokenizer, eos_token_ids=2)
+    return serving(llm, **settings)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_json_schema_is_followed(stream):
+    with toy_server() as client:
+        for seed in range(4):
+            body = {"messages": USER, "response_format": FORMAT, "seed": seed, "max_tokens": 200}
+            if stream:
+                deltas = [c["choices"][0]["delta"] for c in streamed(client, CHAT, **body)]
+                text = "".join(delta.get("content", "") for delta in deltas)
+            else:
+                text = asked(client, CHAT, **body)["choices"][0]["message"]["content"]
+            found = json.loads(text)
+            assert list(found) == ["ok", "n"] and found["n"] <= 99
+        body = {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}}
+        assert asked(client, COMPLETIONS, **body)["choices"][0]["text"] in ("yes", "no")
+
+
+ANSWER = '{"ok": true, "n": 7}'
+
+
+@pytest.mark.parametrize("given", [{"response_format": FORMAT}, {"structured_outputs": {
+    "json_object": True}}, {"structured_outputs": {"regex": r"\{.+/?.*\}"}},
+    {"structured_outputs": {"choice": [ANSWER, "no"]}}])  # fmt: skip
+def test_thoughts_come_before_the_form(given):  # X2: they may end inside a draft
+    thought = "<think>a {b} is </c>, no</think>"
+    for text, prompt in ((thought + "\n" + ANSWER, "hi"), (thought[7:] + ANSWER, "hi<think>")):
+        with toy_server(text, prompt, reasoning_parser="think") as client:
+            messages = [{"role": "user", "content": prompt}]
+            body = {"messages": messages, "temperature": 0, "max_tokens": 200, **given}
+            choice, stream, _ = both(client, **body)
+        assert choice["message"] == stream["message"]
+        assert choice["message"]["reasoning_content"] == "a {b} is </c>, no"
+        assert choice["message"]["content"] == ANSWER
+
+
+def test_what_has_no_form_is_not_said_behind_thoughts():
+    text = "<think>a</think>so it is 7"
+    with toy_server(text, reasoning_parser="think") as client:
+        body = {"messages": USER, "temperature": 0, "max_tokens": 300, "response_format": FORMAT}
+        [choice] = asked(client, CHAT, **body)["choices"]
+    assert choice["message"]["reasoning_content"] == "a"
+    assert choice["finish_reason"] == "stop"
+    assert list(json.loads(choice["message"]["content"])) == ["ok", "n"]
+
+
+def test_formats_that_cannot_be_followed_are_refused():
+    forms = [
+        *({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "x"}}),
+        *({"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, {}),
+        *({"type": "json_object", "more": 1}, {"type": "grammar"}),
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA, "what": 1}},
+    ]
+    with toy_server() as client:
+        for form in forms:
+            refusal(client.post(CHAT, json={"messages": USER, "response_format": form}))
+        both_of = {"response_format": FORMAT, "structured_outputs": {"json_object": True}}
+        for body in (both_of, {"response_format": FORMAT, "min_tokens": 3},
+                     {"structured_outputs": {"xml": 1}}, {"structured_outputs": {}}):  # fmt: skip
+            refusal(client.post(CHAT, json={"messages": USER, **body}))
 
 
 def test_any_division_of_a_text_is_read_alike():

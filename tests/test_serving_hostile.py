@@ -73,7 +73,8 @@ IMPOSSIBLE = [
     {"prediction": {"type": "other", "content": "x"}},
     {"prediction": {"type": "content", "content": [{"type": "image"}]}},
     {"prediction": {"type": "content", "content": [5]}},
-    {"response_format": {"type": "xml"}}, {"stream_options": {"include_usage": True}},
+    {"response_format": {"type": "xml"}}, {"structured_outputs": {"json": 5}},
+    {"stream_options": {"include_usage": True}},
     {"stream": True, "stream_options": {"what": 1}}, {"grammar": "x"}, {"guided_json": {}},
     {"best_of": 2}, {"suffix": "x"}, {"functions": []}, {"": 1}, {"\ud800": 1}, {"__class__": 1},
 ]  # fmt: skip

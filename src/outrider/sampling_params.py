@@ -154,7 +154,8 @@ class SamplingParams:
 def _check_grammar(given: Any) -> None:
     if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in GRAMMARS:
         raise SamplingError(
-            f"structured_outputs must have one of the keys {', '.join(GRAMMARS)}, got {shown(given)}"
+            f"structured_outputs must have one of the keys {', '.join(GRAMMARS)}, "
+            f"got {shown(given)}"
         )
     [(kind, value)] = given.items()
     fits = {

@@ -14,6 +14,7 @@ from outrider.checks import shown, token_ids
 from outrider.errors import PromptError, SamplingError
 from outrider.sampling_params import SamplingParams
 from outrider.serving.errors import ApiError
+from outrider.serving.structure import structured_outputs
 from outrider.terms import Terms
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat goes on to its end
@@ -100,6 +101,7 @@ class Call(_Part):
     priority: int | None = None
     return_token_ids: bool | None = None
     include_metrics: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     # Ours
     banned_token_ids: list[int] | None = None
     speculative: bool | int | list[str] | None = None
@@ -154,6 +156,7 @@ class Call(_Part):
             logprobs=logprobs,
             logit_bias=_bias(self.logit_bias),
             prediction=_predicted(self.prediction),
+            structured_outputs=structured_outputs(self.response_format, self.structured_outputs),
             owner=owner,
             **given,
         )
@@ -247,13 +250,6 @@ def parse(kind: type[Body], body: Any) -> Body:
         raise _fault(error, body) from error
     if call.stream_options is not None and not call.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    if call.response_format not in (None, {"type": "text"}):
-        raise ApiError(
-            400,
-            'response_format must be {"type": "text"}: this server constrains no answers, got '
-            f"{shown(call.response_format)}",
-            param="response_format",
-        )
     return call
 
 

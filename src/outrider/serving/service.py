@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from outrider.checks import integer, shown
-from outrider.errors import ConfigError, UserError
+from outrider.errors import ConfigError, MissingDependency, UserError
 from outrider.llm import LLM
 from outrider.prompts import Submission
 from outrider.results import RequestOutput
@@ -27,6 +27,7 @@ from outrider.serving.metrics import Metrics, Watch
 from outrider.serving.numbers import request_metrics, usage
 from outrider.serving.parsers import REASONING_PARSERS
 from outrider.serving.protocol import Call, ChatCall, CompletionCall, parse
+from outrider.serving.structure import behind_thoughts
 from outrider.serving.trace import Trace
 from outrider.serving.worker import EngineFailure, Item, Ticket, Worker
 from outrider.terms import Terms
@@ -183,6 +184,10 @@ class Service:
         if isinstance(answer, ChatAnswer):
             found = [chat.read(prompts, self.llm.tokenizer, answer.call, params)]
             answer.is_thinking = chat.is_thinking(found[0].text)
+            if answer.reads_thoughts and params.structured_outputs is not None:
+                params.structured_outputs = behind_thoughts(
+                    params.structured_outputs, answer.is_thinking
+                )
         else:
             assert isinstance(answer, CompletionAnswer)
             special = answer.call.add_special_tokens is not False
@@ -293,3 +298,5 @@ def _read(reading: Any) -> Any:
         return reading()
     except UserError as error:
         raise refused(error) from error
+    except MissingDependency as error:
+        raise ApiError(400, str(error)) from error
