@@ -98,6 +98,7 @@ def serve(
         reasoning_parser=reasoning_parser,
         includes_metrics=enable_per_request_metrics,
         trace=trace,
+        owns_cpus=True,
     )
     document = None if policy is None else load_policy(policy)
     if document is not None:

@@ -67,7 +67,8 @@ class Metrics:
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._queried = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked for.")
         self._cached = self._counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was known.")
-        self._output = self._counter("vllm:generation_tokens", "Tokens of outputs.")
+        output = self._counter("vllm:generation_tokens", "Tokens of outputs.")
+        self._output = output.labels(**self._labels)  # looked up once: it counts every step
         self._preempted = self._counter(
             "vllm:num_preemptions", "Times that a request gave its KV back, of ended requests."
         )
@@ -91,7 +92,7 @@ class Metrics:
         self._histograms[name].observe(value)
 
     def tokens(self, count: int) -> None:
-        self._output.labels(**self._labels).inc(count)
+        self._output.inc(count)
 
     def ended(self, result: RequestOutput, n: int, max_tokens: int | None) -> None:
         """Observe a prompt whose choices have all ended."""

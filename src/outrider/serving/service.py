@@ -20,6 +20,7 @@ from outrider.results import RequestOutput
 from outrider.sampling_params import SamplingParams
 from outrider.serving import chat, policy
 from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id
+from outrider.serving.cores import spread_threads
 from outrider.serving.errors import ApiError, refused
 from outrider.serving.http import EventStream, JSONBody, read_json, until_disconnect
 from outrider.serving.limits import Keys, Limits
@@ -53,6 +54,7 @@ class Settings:
     trace: Path | None = None  # of steps, in Chrome's format
     admin_keys: Sequence[str] = ()  # that may change the policy; default: whoever may ask
     policy: Path | None = None  # reloaded when it changes
+    owns_cpus: bool = False  # threads may be bound to CPUs, also those of the kernels
 
     def __post_init__(self) -> None:
         integer("max_body_bytes", self.max_body_bytes, 1)
@@ -86,7 +88,11 @@ class Service:
         self.limits = Limits(running, waiting, settings.max_calls_per_key)
         self.metrics = Metrics(llm.engine, self.model)
         self.trace = None if settings.trace is None else Trace(settings.trace, llm.engine)
-        self.worker = Worker(llm.engine, None if self.trace is None else self.trace.step)
+        self.worker = Worker(
+            llm.engine,
+            None if self.trace is None else self.trace.step,
+            spread_threads if settings.owns_cpus else None,
+        )
         self.is_draining = False
 
     def start(self) -> None:

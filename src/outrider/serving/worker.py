@@ -83,10 +83,17 @@ class Worker:
     Args:
         engine: nobody else may drive it meanwhile, unless they hold its lock step by step.
         after_step: called in the thread after every step.
+        at_start: called in the thread before the first one.
     """
 
-    def __init__(self, engine: Engine, after_step: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        after_step: Callable[[], None] | None = None,
+        at_start: Callable[[], None] | None = None,
+    ) -> None:
         self._engine = engine
+        self._at_start = at_start
         self._after_step = after_step
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._owners: dict[str, tuple[Ticket, int]] = {}  # engine's request id -> whose it is
@@ -127,6 +134,8 @@ class Worker:
         return await answer
 
     def _run(self) -> None:
+        if self._at_start is not None:
+            self._at_start()
         while self._obey():
             if self._engine.has_work and not self.is_broken:
                 self._step()
