@@ -204,5 +204,5 @@ def test_an_llm_is_usable_after_its_source_failed(method: str) -> None:
         engine.check_integrity()
         assert not engine.scheduler.has_work and not engine._groups and not llm._mailboxes
         assert engine.arena.num_free_pages == engine.arena.num_pages
-    assert llm.engine.speculation.guard.failures["scripted", "release"] == 5
+    assert llm.engine.speculation.guard.failures["scripted", "release"] >= 5
     assert llm.metrics.num_draft_tokens > 0

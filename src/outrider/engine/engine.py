@@ -101,7 +101,7 @@ class Engine:
             max_num_seqs,
             max_num_batched_tokens,
             DRAFT_ROWS if sources else 0,
-            prompt_rows=self._prompt_rows,
+            prompt_rows=partial(prompt_rows, self.cost, max_num_batched_tokens),
             clock=clock,
             reuse_prefixes=reuse_prefixes,
         )
@@ -339,11 +339,6 @@ class Engine:
             slots = slots_of(pages, 0, self.arena.num_committed(request.request_id))
             self.speculation.keep_features(request.request_id, self._slot_features.of(slots))
 
-    def _prompt_rows(self, decoding: int, context: int) -> int:
-        """Rows of prompts beside decoding requests of so many tokens, by what a step may take."""
-        seconds = self.cost.seconds(decoding, self.scheduler.max_rows, context)
-        return max(PROMPT_ROWS, bisect_right(seconds, PROMPT_SLOWDOWN * seconds[0]) - 1)
-
     def _append(self, proposal: Proposal, new: NewTokens) -> None:
         """Add the new tokens of one choice up to the end of its output."""
         request, outcome = proposal.work.request, proposal.outcome
@@ -430,6 +425,12 @@ class Engine:
                     text = self.tokenizer.decode([token], skip_special_tokens=False)
                     self._token_texts[token] = text
                 logprob.decoded_token = text
+
+
+def prompt_rows(cost: CostModel, max_rows: int, decoding: int, context: int) -> int:
+    """Rows of prompts beside decoding requests of so many tokens, by what a step may take."""
+    seconds = cost.seconds(decoding, max_rows, context)
+    return max(PROMPT_ROWS, bisect_right(seconds, PROMPT_SLOWDOWN * seconds[0]) - 1)
 
 
 def _slot(pages: np.ndarray, index: int) -> int:

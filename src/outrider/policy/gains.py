@@ -8,6 +8,8 @@ a step less those that the drafts before it would have brought alone, which the 
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from outrider.policy.view import Ask
 
 TOPS = (0.25, 0.75, 1.5, 3.0, 6.0)  # expected tokens of the drafts before; the last has no top
@@ -19,7 +21,12 @@ REQUEST_WEIGHT = 6.0  # tokens that a request's own experience is weighed agains
 REQUEST_MEMORY = 16.0
 SMOOTHING = 0.1
 LONGEST_INTERVAL = 1024  # steps between trials of a source that keeps bringing nothing
-FEW_TOKENS = 16  # of new text per request: what a step brings
+FEW_TOKENS = 3  # of new text per request: what a step brings
+TOKENS = 16.0  # of new text, the unit in which it is about as much as a request
+TRUSTED = 12  # calls after which a fit judges what is an outlier
+FADE = 0.98  # of what earlier calls count, with every call
+LEAST = 1e-6  # of a square: where no call had new text
+RIDGE = 1e-3  # of the squares: what cannot be told apart is shared evenly
 USED = 0.25  # of the tokens that a request may still write, steps in which a source is of use
 OUTLIER = 3.0  # a call this many times as long as expected was disturbed by something else
 
@@ -31,7 +38,7 @@ def bucket(expected: float) -> int:
 
 @dataclass(slots=True)
 class CallCost:
-    """Seconds of a call by its requests and by the text it takes in, fitted as calls are seen.
+    """Seconds of a call: base + requests + new text, least squares over the calls seen.
 
     A source that keeps KV takes in what it has not seen of a text: a whole prompt the first time,
     or after it was left out for a while.
@@ -39,38 +46,43 @@ class CallCost:
 
     base: float = 0.0
     per_request: float = 0.0
-    per_token: float = 0.0  # of text beyond a few tokens per request
+    per_token: float = 0.0  # of new text
     num_calls: int = 0
-    # Running means of n, n², seconds, n · seconds, over calls with little new text.
-    _means: list[float] = field(default_factory=lambda: [0.0] * 4)
-    _num_usual: int = 0
+    _squares: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
+    _products: np.ndarray = field(default_factory=lambda: np.zeros(3))
 
     def seconds(self, num_requests: int) -> float:
         """Of a call for requests whose text it has seen up to the last few tokens."""
-        return self.base + self.per_request * num_requests
+        return self.base + (self.per_request + FEW_TOKENS * self.per_token) * num_requests
 
     def observe(self, num_requests: int, seconds: float, new_tokens: int = 0) -> None:
         """The first call, which may warm up, does not count."""
         self.num_calls += 1
         if self.num_calls == 1:
             return
-        many = new_tokens - FEW_TOKENS * num_requests
-        if many > FEW_TOKENS * num_requests:
-            if self._num_usual:  # else nobody knows what is due to the text
-                found = max(0.0, seconds - self.seconds(num_requests)) / many
-                self.per_token += (SMOOTHING if self.per_token else 1.0) * (found - self.per_token)
-            return
-        if self._num_usual > 4:
-            seconds = min(seconds, OUTLIER * self.seconds(num_requests))
-        self._num_usual += 1
-        weight = max(SMOOTHING / 4, 1.0 / self._num_usual)
-        new = (num_requests, num_requests**2, seconds, num_requests * seconds)
-        self._means = [m + weight * (v - m) for m, v in zip(self._means, new, strict=True)]
-        n, squares, mean, product = self._means
-        spread = squares - n * n
-        slope = (product - n * mean) / spread if spread > 0.1 else mean / n / 2
-        self.per_request = min(max(0.0, slope), mean / n)
-        self.base = max(0.0, mean - self.per_request * n)
+        if self.num_calls > TRUSTED:
+            expected = self.base + self.per_request * num_requests + self.per_token * new_tokens
+            seconds = min(seconds, OUTLIER * expected)
+        features = np.array([1.0, num_requests, new_tokens / TOKENS])
+        self._squares = FADE * self._squares + np.outer(features, features)
+        self._products = FADE * self._products + seconds * features
+        if self.num_calls < TRUSTED or self.num_calls % 4 == 0:  # 40 µs, which few calls need
+            self._fit()
+
+    def _fit(self) -> None:
+        """Solve for coefficients of at least 0; those that would be below leave the sum."""
+        kept = [0, 1, 2]
+        found = np.zeros(3)
+        while kept:
+            squares = self._squares[np.ix_(kept, kept)]
+            ridge = RIDGE * np.diag(np.diag(squares) + LEAST)
+            found[:] = 0
+            found[kept] = np.linalg.solve(squares + ridge, self._products[kept])
+            if found.min() >= 0:
+                break
+            kept.remove(int(found.argmin()))
+        self.base, self.per_request = float(found[0]), float(found[1])
+        self.per_token = float(found[2]) / TOKENS
 
 
 @dataclass(slots=True)

@@ -117,8 +117,8 @@ class Recorder(FixedLength):
 def synthetic(num_requests: int, num_tokens: int, seed: int = 0) -> Trace:
     """A trace of invented texts of three kinds, for tests and for timing plans.
 
-    Edits are looked up for long stretches, chats only a neural source knows something of, and
-    of random text nobody does. Confidences are right on average.
+    "copy" costs nothing and knows edits for long stretches, "guess" costs a call and knows
+    something of all but random text. Confidences are right on average.
     """
     rng = random.Random(seed)
     kinds = {"edit": (0.95, 0.6), "chat": (0.25, 0.7), "random": (0.03, 0.05)}
@@ -131,13 +131,11 @@ def synthetic(num_requests: int, num_tokens: int, seed: int = 0) -> Trace:
             request.drafts.append(
                 {
                     name: _invented(rng, text[place : place + most], rate, name)
-                    for (name, most), rate in zip(
-                        (("lookup", 16), ("neural", 7)), rates, strict=True
-                    )
+                    for (name, most), rate in zip((("copy", 16), ("guess", 7)), rates, strict=True)
                 }
             )
         requests.append(request)
-    return Trace(requests, {"lookup": (4e-6, 2e-6), "neural": (8e-4, 1.5e-4)})
+    return Trace(requests, {"copy": (4e-6, 2e-6), "guess": (8e-4, 1.5e-4)})
 
 
 def _invented(rng: random.Random, true: list[int], rate: float, source: str) -> Draft:
