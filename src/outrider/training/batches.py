@@ -201,8 +201,11 @@ class Batches:
         """This process's packs of a step; those of all processes are the same for any `world`."""
         epoch, within = divmod(step, self.steps_per_epoch)
         packs = self._epoch(epoch)
-        first = within * self._packs_per_step
-        for number in range(first + rank, first + self._packs_per_step, world):
+        first, count = within * self._packs_per_step, self._packs_per_step
+        for number in range(first + rank, first + count, world):
             random = np.random.default_rng((self._seed, epoch, number))
             places = packs[number % len(packs)]
-            yield load_pack(places, self._data, self._shards, self._rule, random)
+            pack = load_pack(places, self._data, self._shards, self._rule, random)
+            for place in packs[(number + count) % len(packs)]:  # of the next step
+                self._shards.prepare(place.shard, place.start, place.end)
+            yield pack

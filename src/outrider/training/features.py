@@ -4,10 +4,13 @@ Shape legend: T tokens, F feature width, H hidden.
 """
 
 import itertools
+import json
+import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +56,10 @@ class FeatureSource(Protocol):
 
     def read(self, shard: int, start: int, end: int) -> Features:
         """Of the tokens from `start` to `end` of a shard, where a text starts at `start`."""
+        ...
+
+    def prepare(self, shard: int, start: int, end: int) -> None:
+        """The same is going to be read soon."""
         ...
 
 
@@ -133,6 +140,9 @@ class LiveFeatures:
         """See `FeatureSource`."""
         return self._reader.read(self._data.shards[shard].token_ids[start:end])
 
+    def prepare(self, shard: int, start: int, end: int) -> None:
+        """Nothing: what computes them is busy with the step before."""
+
 
 class FeatureShards:
     """A features directory beside its data: random access by text.
@@ -163,6 +173,9 @@ class FeatureShards:
         ]
         if not self._files:
             raise DataError(f"{directory} holds no features yet: no features-*.safetensors in it")
+        shards = data.shards[: len(self._files)]
+        self._ahead = [feature_path(directory, shard).open("rb") for shard in shards]
+        self._rows = [_rows(file) for file in self._ahead]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -177,6 +190,25 @@ class FeatureShards:
             parts = layers.unflatten(1, (-1, self._width))
             layers = parts[:, self._places].flatten(1)
         return Features(layers, last, log_sums, best)
+
+    def prepare(self, shard: int, start: int, end: int) -> None:
+        """Have the disk read ahead: a step that waits for it takes a quarter longer."""
+        for at, row in self._rows[shard] if hasattr(os, "posix_fadvise") else ():
+            os.posix_fadvise(
+                self._ahead[shard].fileno(),
+                *(at + start * row, (end - start) * row, os.POSIX_FADV_WILLNEED),
+            )
+
+
+def _rows(file: BinaryIO) -> list[tuple[int, int]]:
+    """Of the large tensors in a file of features: where their rows begin, and bytes per row."""
+    [length] = struct.unpack("<Q", file.read(8))
+    header = json.loads(file.read(length))
+    found = []
+    for name in ("layers", "last"):
+        begin, end = header[name]["data_offsets"]
+        found.append((8 + length + begin, (end - begin) // max(1, header[name]["shape"][0])))
+    return found
 
 
 def _opened(path: Path, num_tokens: int, layer_ids: list[int], width: int) -> Any:
