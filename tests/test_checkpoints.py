@@ -244,15 +244,15 @@ def test_auto_takes_the_best_drafter_of_the_tokenizer_that_is_whole(tmp_path, mo
         tokenizer = SimpleNamespace(fingerprint=fingerprint)
         return [source.name for source in build_sources("auto", tokenizer=tokenizer)]
 
-    assert names("f") == ["lookup", "predicted"]
+    assert names("f") == ["lookup", "predicted", "forced"]
     for kind in ("mtp", "eagle3", "dspark"):
         path = tmp_path / "drafters" / kind
         drafter = make_random(make_config(kind))
         save_drafter(drafter, path, target={"fingerprint": "f"}, provenance={})
-        assert names("f")[2:] == [kind]
-    assert names("another") == ["lookup", "predicted"]
+        assert names("f")[3:] == [kind]
+    assert names("another") == ["lookup", "predicted", "forced"]
     (tmp_path / "drafters" / "dspark" / "model.safetensors").write_bytes(b"half of it")
-    assert names("f")[2:] == ["eagle3"]
+    assert names("f")[3:] == ["eagle3"]
     assert "dspark" in caplog.text
 
 

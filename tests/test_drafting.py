@@ -190,7 +190,7 @@ def names(config: Any) -> list[str]:
 
 
 def test_auto_none_sources_and_lists() -> None:
-    assert names("auto") == ["lookup", "predicted"]
+    assert names("auto") == ["lookup", "predicted", "forced"]
     assert names(None) == []
     mine = ScriptedSource({})
     assert build_sources(mine) == [mine]

@@ -10,6 +10,7 @@ from fakes import FakeTarget, ReplaySource, SubmitAll
 from toy_models import toy_tokenizer
 
 from outrider import LLM, Draft, SamplingError, SamplingParams
+from outrider.drafting.forced import ForcedSource
 from outrider.grammar import Grammars
 from outrider.tokenizer import Tokenizer
 
@@ -91,6 +92,19 @@ def test_drafts_never_change_a_text_with_a_grammar(script):  # X1: its end lies 
             for mine, theirs in zip(found.outputs, plain.outputs, strict=True):
                 assert (mine.token_ids, mine.text) == (theirs.token_ids, theirs.text), name
                 assert mine.finish_reason == theirs.finish_reason
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_what_a_grammar_forces_is_drafted_for_nothing(name):
+    for changes in ({}, {"temperature": 0.0}):
+        [plain] = make_llm().generate("the end", params(GRAMMARS[name], **changes))
+        [found] = make_llm(ForcedSource()).generate("the end", params(GRAMMARS[name], **changes))
+        assert found.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert found.outputs[0].finish_reason == plain.outputs[0].finish_reason
+        told = found.metrics.speculative_decoding
+        assert told is not None
+        if name == "schema":  # keys and their quotes
+            assert told.num_accepted_draft_tokens >= 8
 
 
 def test_a_mask_is_that_of_a_row_s_own_ancestors():

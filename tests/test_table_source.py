@@ -136,7 +136,7 @@ def built(config: Any, fingerprint: str | None = "toy", rule: str | None = None)
 def test_auto_takes_a_table_made_for_the_tokenizer(directory: Path) -> None:
     write_table(directory / "a.table", texts(2), fingerprint="another")
     names = [source.name for source in built("auto")]
-    assert names == ["lookup", "predicted"]
+    assert names == ["lookup", "predicted", "forced"]
     write_table(directory / "b.table", texts(2))
     assert [source.name for source in built("auto")] == [*names, "table"]
     assert [source.name for source in built("auto", "unknown")] == names

@@ -11,6 +11,7 @@ from typing import Any
 
 from outrider.checkpoints.find import algorithm_at
 from outrider.checks import shown
+from outrider.drafting.forced import ForcedSource
 from outrider.drafting.lookup import LookupSource
 from outrider.drafting.methods import METHODS, LoadModel, Method, Surroundings, trained_drafter
 from outrider.drafting.options import CHECKS
@@ -197,7 +198,7 @@ def _default(around: Surroundings) -> list[DraftSource]:
 
     The planner asks the drafter where it pays.
     """
-    sources: list[DraftSource] = [LookupSource(), PredictedSource()]
+    sources: list[DraftSource] = [LookupSource(), PredictedSource(), ForcedSource()]
     table = None if around.fingerprint is None else find_table(around.fingerprint)
     if table is not None:
         sources.append(TableSource(table, branches=1 if around.rule == "block" else 2))

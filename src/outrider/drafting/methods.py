@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outrider.checkpoints.find import find_drafter
+from outrider.drafting.forced import ForcedSource
 from outrider.drafting.lookup import LookupSource
 from outrider.drafting.predicted import PredictedSource
 from outrider.drafting.source import DraftSource
@@ -85,6 +86,10 @@ def _lookup(_: Surroundings, **options: Any) -> DraftSource:
 
 def _predicted(_: Surroundings, **options: Any) -> DraftSource:
     return PredictedSource(**options)
+
+
+def _forced(_: Surroundings) -> DraftSource:
+    return ForcedSource()
 
 
 def _table(around: Surroundings, path: str | None = None, **options: Any) -> DraftSource:
@@ -180,6 +185,7 @@ METHODS = {
         },
     ),
     "predicted": Method(_predicted, {"num_speculative_tokens": "num_speculative_tokens"}),
+    "forced": Method(_forced, {}),
     "table": Method(
         _table,
         {

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from outrider.grammar import GrammarState
     from outrider.sampling_params import SamplingParams
     from outrider.target.base import Target
 
@@ -60,6 +61,7 @@ class DraftContext:
     params: "SamplingParams"
     noise_key: int = 0  # uint64 of (seed, choice); a sampling drafter couples its noise to it
     prediction: np.ndarray | None = None  # int32, predicted output that came with the request
+    grammar: "GrammarState | None" = None  # that the output follows
     owner: str = ""  # tenant tag; text of one owner is never proposed to another
     features: torch.Tensor | None = None  # [m, len(target_layer_ids) * hidden]: the m newest of
     # the tokens whose KV is committed (all but the last token of token_ids), not yet handed over
@@ -82,6 +84,7 @@ class DraftSource:
     target_layer_ids: tuple[int, ...] = ()  # layers whose OUTPUT this source reads; -1 = embedding
     max_draft_tokens: int = 16
     needs_prediction: bool = False  # drafts only for requests that carry a prediction
+    needs_grammar: bool = False  # drafts only for requests whose output follows a grammar
     can_extend: bool = False  # has `extend`
     kv_lag: int = 0  # newest tokens of a text that its KV does not hold after `propose`
     cost: float = 0.0  # measured seconds per call, kept by the engine

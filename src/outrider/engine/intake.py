@@ -116,7 +116,7 @@ class Intake:
         stream = None
         if self.tokenizer is not None:
             stream = self.tokenizer.stream(params.skip_special_tokens)
-        tokens = TokenBuffer(ids)
+        tokens, grammar = TokenBuffer(ids), self._grammar(params)
         return Request(
             request_id=request_id,
             index=index,
@@ -125,7 +125,7 @@ class Intake:
             num_prompt_tokens=len(ids),
             max_tokens=max_tokens,
             noise_key=key,
-            grammar=self._grammar(params),
+            grammar=grammar,
             output=OutputBuilder(params, max_tokens, self.eos_token_ids, stream),
             context=DraftContext(
                 request_id=request_id,
@@ -134,6 +134,7 @@ class Intake:
                 params=params,
                 noise_key=key,
                 prediction=prediction,
+                grammar=grammar,
                 owner=params.owner,
             ),
         )

@@ -245,6 +245,7 @@ class Speculation:
         ask = Ask(request.request_id, room, len(request.tokens))
         ask.kind = terms.kind if terms.kind in self._kinds else ""
         ask.has_prediction = request.context.prediction is not None
+        ask.has_grammar = request.grammar is not None
         done = request.num_output_tokens
         if terms.priority or terms.deadline is not None:
             waited = now - request.group.metrics.arrival_time

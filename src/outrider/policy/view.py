@@ -20,6 +20,7 @@ class Ask:
     weight: float = 1.0  # of its tokens, next to those of others
     allowed: Allowed = EVERYTHING
     has_prediction: bool = False
+    has_grammar: bool = False
     drafts: list[Draft] = field(default_factory=list)  # proposed so far, in the order of asking
 
 
@@ -75,6 +76,8 @@ def cap(ask: Ask, source: DraftSource) -> int:
     if ask.room <= 0 or not ask.allowed.allows(source.name):
         return 0
     if source.needs_prediction and not ask.has_prediction:
+        return 0
+    if source.needs_grammar and not ask.has_grammar:
         return 0
     most = min(ask.room, source.max_draft_tokens)
     bound = ask.allowed.num_draft_tokens
