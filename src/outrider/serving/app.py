@@ -13,6 +13,7 @@ from outrider.llm import LLM
 from outrider.serving.errors import ApiError
 from outrider.serving.http import Edge, JSONBody, error_response, not_found
 from outrider.serving.limits import Keys
+from outrider.serving.page import add_page
 from outrider.serving.policy import add_policy
 from outrider.serving.service import Service, Settings
 
@@ -50,6 +51,7 @@ def _routes(service: Service) -> FastAPI:
     _add_api(app, service)
     _add_health(app, service)
     add_policy(app, service.llm.rules, lambda request: authorize(service.admin_keys, request))
+    add_page(app, service, lambda request: authorize(service.keys, request))
     return app
 
 
