@@ -263,6 +263,8 @@ def drain(
         assert "".join(chunk.text for chunk in chunks) == output.text
         assert [i for chunk in chunks for i in chunk.token_ids] == output.token_ids
         assert [s for chunk in chunks for s in chunk.token_sources] == output.token_sources
+        told = [c for chunk in chunks for c in chunk.token_confidences]
+        assert told == output.token_confidences and len(told) == len(output.token_ids)
         assert [chunk.finish_reason is not None for chunk in chunks].count(True) == 1
         assert chunks[-1].finish_reason == output.finish_reason is not None
         if output.logprobs is not None:

@@ -20,6 +20,7 @@ from engine_cases import (
     random_tree,
     right_with_junk,
     tree_with_branch_last,
+    wrong,
 )
 from fakes import ALPHABET, HALVES, FakeTarget, ReplaySource, make_engine, run
 
@@ -55,6 +56,19 @@ def test_accepted_drafts_save_forwards_and_are_counted():
     assert found.mean_acceptance_length == 1 + 34 / 5
     assert result.outputs[0].token_sources.count("replay") == 34
     assert result.outputs[0].token_sources[0] == "target"
+
+
+def test_accepted_tokens_come_with_what_their_source_gave_for_them():
+    plain = run(make_engine(), prompts(1))
+
+    def doubtful(rest, context) -> Draft:
+        if len(rest) < 3:
+            return Draft()
+        return Draft([*rest[:2], wrong(rest[2])], confidence=[0.5, 0.75, 1.0])
+
+    engine = make_engine([ReplaySource(ids_of(plain), doubtful)])
+    [output] = run(engine, prompts(1))["r0"].outputs
+    assert output.token_confidences[:7] == [None, 0.5, 0.75, None, 0.5, 0.75, None]
 
 
 def test_plain_decoding_has_no_speculative_metrics():

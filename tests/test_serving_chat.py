@@ -241,6 +241,8 @@ def test_tokens_and_their_sources_are_streamed_when_asked_for():
     ids = [i for part in parts for i in part["token_ids"]]
     assert TOKENIZER.decode(ids) == text
     assert len([s for part in parts for s in part["token_sources"]]) == len(ids)
+    given = [c for part in parts for c in part["token_confidences"]]
+    assert given == [None] * len(ids)  # by a source that gives none
 
 
 SCHEMA = {

@@ -24,6 +24,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None  # one entry per token
     token_sources: list[str] = field(default_factory=list)  # who drafted each token; "target"
+    # What their sources gave for them, 0 to 1; None where nobody did.
+    token_confidences: list[float | None] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -114,3 +116,4 @@ class StreamChunk:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None  # one entry per token
     result: RequestOutput | None = None  # with the last chunk of the last choice
+    token_confidences: list[float | None] = field(default_factory=list)  # one per token

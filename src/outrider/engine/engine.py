@@ -197,7 +197,7 @@ class Engine:
     def _abort(self, choice: Request) -> None:
         choice.output.finish("abort")
         self.scheduler.remove(choice)
-        self._emit(choice, [], [], None)
+        self._emit(choice, [], [], [], None)
         self._release(choice.request_id)
 
     def step(self) -> list[StreamChunk]:
@@ -348,6 +348,9 @@ class Engine:
         token_ids = new.token_ids[:taken]
         sources = [outcome.draft.source_of(i) for i in new.accepted[:drafted]]
         sources += [TARGET] * (taken - drafted)
+        given = outcome.draft.confidence
+        confidences = [given[i] if given else None for i in new.accepted[:drafted]]
+        confidences += [None] * (taken - drafted)
         request.tokens.extend(token_ids)
         logprobs = None if new.logprobs is None else new.logprobs[:taken]
         outcome.accepted = new.accepted
@@ -366,7 +369,7 @@ class Engine:
             self.arena.rollback(request.request_id)
         else:
             self.scheduler.remove(request)
-        self._emit(request, token_ids, sources, logprobs)
+        self._emit(request, token_ids, sources, confidences, logprobs)
 
     def _tell_sources(self, proposals: list[Proposal]) -> None:
         """Feedback of this step; ended requests are forgotten whatever a source raises."""
@@ -392,10 +395,12 @@ class Engine:
         request: Request,
         token_ids: list[int],
         sources: list[str],
+        confidences: list[float | None],
         logprobs: list[dict[int, Logprob]] | None,
     ) -> None:
         output, group = request.output, request.group
         output.sources.extend(sources)
+        output.confidences.extend(confidences)
         if logprobs is not None and output.logprobs is not None:
             self._name_tokens(logprobs)
             output.logprobs.extend(logprobs)
@@ -405,6 +410,7 @@ class Engine:
             text=output.take_text(),
             token_ids=token_ids,
             token_sources=sources,
+            token_confidences=confidences,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             logprobs=logprobs,

@@ -105,6 +105,7 @@ class OutputBuilder:
         "_stops",
         "_stream",
         "_text",
+        "confidences",
         "finish_reason",
         "logprobs",
         "max_tokens",
@@ -130,7 +131,8 @@ class OutputBuilder:
         self._new_text: list[str] = []
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self.sources: list[str] = []  # one per token
+        self.sources: list[str] = []  # one per token, and so are
+        self.confidences: list[float | None] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -177,7 +179,8 @@ class OutputBuilder:
 
     def completion(self, index: int, token_ids: list[int]) -> CompletionOutput:
         """The result; every list in it has one entry per token."""
-        lists = [token_ids, self.sources, *([] if self.logprobs is None else [self.logprobs])]
+        lists = [token_ids, self.sources, self.confidences]
+        lists += [] if self.logprobs is None else [self.logprobs]
         count = min(len(each) for each in lists)
         # Only an abort after an interrupted step can find a token half recorded.
         assert count == self.num_tokens or self.finish_reason == "abort", (count, self.num_tokens)
@@ -196,6 +199,7 @@ class OutputBuilder:
             cumulative_logprob=cumulative,
             logprobs=logprobs,
             token_sources=self.sources[:count],
+            token_confidences=self.confidences[:count],
         )
 
     @property

@@ -78,6 +78,8 @@ class Answer(Generic[Asked]):
             extras["token_ids"] = part.token_ids
         if self.call.return_token_sources:
             extras["token_sources"] = part.token_sources
+            given = part.token_confidences
+            extras["token_confidences"] = [None if c is None else round(c, 4) for c in given]
         return extras
 
 
