@@ -166,7 +166,7 @@ def test_the_keyboard_reaches_every_token_and_hears_its_details(page):
     assert "said by the target itself" in text(page, "#token")
     page.run("document.querySelector('.token.s0').focus()")
     told = text(page, "#token")
-    assert "drafted by A replay" in told
+    assert "drafted by A replay, which was 75 % sure" in told
     assert page.run("document.querySelectorAll('#token tbody tr').length") >= 5
     assert page.run("document.querySelectorAll('.answer [tabindex=\"0\"]').length") == 1
 
@@ -177,7 +177,7 @@ def test_a_race_says_that_both_texts_are_the_same(page):
         "[...document.querySelectorAll('.answer')].map((one) => one.textContent)"
     )
     assert drafted == straight == plain(PROMPT).text
-    assert text(page, "#outcome").startswith("The texts are the same")
+    assert "The texts are the same, character by character: 8 forwards" in text(page, "#outcome")
     sources = page.run(
         "[...document.querySelectorAll('.pane')].map((one) => one.querySelectorAll('.s0').length)"
     )

@@ -32,6 +32,12 @@ export function table(caption, headings, rows) {
       el("tbody", {}, rows.map(line))));
 }
 
+/** A bar that is filled to a share; who does not see it reads the number beside it. */
+export const gauge = (share) => svg("svg",
+  { class: "gauge", viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
+  svg("rect", { class: "track", width: 100, height: 10, rx: 4 }),
+  svg("rect", { class: "level", width: 100 * Math.min(1, share), height: 10, rx: 4 }));
+
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
 export const number = (value, digits = 0) =>

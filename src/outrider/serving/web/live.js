@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { acceptance, choices, parts, submitted, timeline } from "./charts.js";
-import { byId, el, number, percent, plural, table } from "./dom.js";
+import { byId, el, gauge, number, percent, plural, table } from "./dom.js";
 import { know, mark } from "./palette.js";
 
 const SPAN = 120; // seconds of history
@@ -87,6 +87,7 @@ function take(now) {
 }
 
 const put = (id, ...children) => byId(id).replaceChildren(...children);
+const width = (id) => Math.max(240, byId(id).clientWidth); // a unit of a chart is a pixel: letters stay large
 const note = (text) => el("p", { class: "note" }, text);
 
 /** What happened between two snapshots, per second; the newest RECENT seconds by default. */
@@ -103,7 +104,7 @@ function showTiles(now) {
   const kept = change(now, (one) => one.speculation.num_accepted_draft_tokens);
   const tiles = [
     ["Tokens/s", number(tokens, tokens < 10 ? 1 : 0)],
-    ["Tokens per forward", forwards ? number(tokens / forwards, 2) : "–"],
+    ["Tokens/forward", forwards ? number(tokens / forwards, 2) : "–"],
     ["Drafts kept", drafted ? percent(kept / drafted) : "–"],
     ["Running", `${requests.num_running} of ${requests.max_running}`],
     ["Waiting", `${requests.num_waiting}`],
@@ -119,7 +120,8 @@ function showThroughput(now) {
   const read = (one) => one.speculation.num_output_tokens;
   const points = history.slice(1).map((one, i) => [now.time - one.time, change(one, read, history[i])]);
   const newest = points.at(-1)?.[1] ?? 0;
-  put("throughput", timeline(points, SPAN, `Tokens per second, ${number(newest)} now`));
+  put("throughput", timeline(width("throughput"), points, SPAN,
+    `Tokens per second, ${number(newest)} now`));
   const rows = points.slice(-20).reverse().map(([ago, value]) => [`${number(ago)} s ago`, number(value, 1)]);
   put("throughput-table", table("Throughput", ["When", "Tokens/s"], rows));
 }
@@ -147,7 +149,7 @@ function showChoice() {
     return;
   }
   const last = decisions.at(-1);
-  put("choice", choices(decisions,
+  put("choice", choices(width("choice"), decisions,
     `Draft tokens of the last ${plural(decisions.length, "step")}; the planner expects `
     + `${number(last.expected_speedup, 2)} times the speed of plain decoding in the newest`));
   const rows = decisions.slice(-NUM_REASONS).reverse().map((one) => [
@@ -186,7 +188,7 @@ function showCache(kv) {
     ["Empty", "free", kv.num_pages - kv.num_held - kv.num_known],
   ];
   const said = rows.map(([name, , pages]) => `${name}: ${pages}`).join(", ");
-  put("kv", parts(rows, `KV pages. ${said}`));
+  put("kv", parts(width("kv"), rows, `KV pages. ${said}`));
   const pages = rows.map(([name, look, count]) => [
     el("span", { class: `swatch ${look}` }, name), number(count), percent(count / kv.num_pages)]);
   const zones = Object.entries(kv.zones).map(([name, tokens]) => [mark(name), number(tokens), "tokens"]);
@@ -203,15 +205,15 @@ function showCauses(causes) {
       CAUSES[cause] ?? cause.replaceAll("_", " "), number(count), meter(count / Math.max(1, sum))])));
 }
 
-const meter = (share) => el("span", { class: "measure" },
-  el("meter", { min: "0", max: "1", value: share, "aria-hidden": "true" }), percent(share));
+const meter = (share) => el("span", { class: "measure" }, gauge(share), percent(share));
 
 function showHealth(sources) {
   if (!sources.length) return put("health", note("Nobody drafts on this server."));
   return put("health", table("Draft sources", ["Source", "Health", "Faults", "One call"],
     sources.map((one) => [
       mark(one.name), one.health === null ? "not asked yet" : percent(one.health),
-      number(one.num_failures), `${number(1000 * one.call_seconds, 2)} ms`,
+      number(one.num_failures),
+      one.call_seconds ? `${number(1000 * one.call_seconds, 2)} ms` : "–",
     ])));
 }
 

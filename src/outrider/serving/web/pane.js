@@ -1,6 +1,6 @@
 // One answer on the page: its tokens coloured by source, a legend, numbers, and a token's details.
 
-import { byId, el, number, percent, plural, table } from "./dom.js";
+import { byId, el, gauge, number, percent, plural, table } from "./dom.js";
 import { look, mark, TARGET } from "./palette.js";
 
 const KEYS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
@@ -84,8 +84,7 @@ function details(token) {
   facts.push(`; the target gives it ${percent(Math.exp(token.logprob))}`);
   const rows = token.top.map((one) => {
     const share = Math.exp(one.logprob);
-    const bar = el("meter", { min: "0", max: "1", value: share, "aria-hidden": "true" });
-    return [visible(one.token), percent(share), bar];
+    return [visible(one.token), percent(share), gauge(share)];
   });
   const others = rows.length
     ? table("What the target might have said", ["Token", "Probability", ""], rows) : null;

@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { stream } from "./api.js";
-import { byId, el, number, plural } from "./dom.js";
+import { byId, el, gauge, number, plural } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
 import { decodeSpeed, Pane } from "./pane.js";
 import { mark } from "./palette.js";
@@ -61,7 +61,7 @@ async function answer(signal) {
   const pane = new Pane("Answer");
   byId("panes").replaceChildren(pane.element);
   say("Answering …");
-  const { found } = await follow(pane, { ...request(), top_logprobs: NUM_ALTERNATIVES }, signal);
+  const found = await follow(pane, { ...request(), top_logprobs: NUM_ALTERNATIVES }, signal);
   say(`Answered with ${plural(found.numTokens, "token")}.`);
 }
 
@@ -75,13 +75,17 @@ async function race(signal) {
   const one = await follow(drafted, body, signal);
   say("Decoding plainly …");
   const other = await follow(plain, { ...body, speculative: false }, signal);
-  const [fast, slow] = [one, other].map(({ found }) => decodeSpeed(found));
-  const same = one.found.text === other.found.text;
+  const [fast, slow] = [one, other].map(decodeSpeed);
+  const same = one.text === other.text;
   const words = same ? "The texts are the same, character by character"
     : "The texts differ: please report this";
-  const result = fast && slow ? `${words}; ${number(fast / slow, 2)} times as fast.` : `${words}.`;
+  const work = `${one.numForwards} forwards instead of ${other.numForwards}`;
+  const speed = fast && slow ? `, ${number(fast / slow, 1)} times as fast` : "";
+  const result = `${words}: ${work}${speed}.`;
   byId("outcome").replaceChildren(el("p", { class: same ? "good" : "fault" }, result),
-    bars([["With drafts", fast ?? 0], ["Plain", slow ?? 0]]));
+    bars([["With drafts", fast ?? 0], ["Plain", slow ?? 0]]),
+    el("p", { class: "note" }, "Speed is measured here and now, one after the other: whatever else "
+      + "runs on this machine counts too."));
   byId("outcome").hidden = false;
   say(result);
 }
@@ -90,8 +94,7 @@ function bars(rows) {
   const most = Math.max(...rows.map(([, speed]) => speed), 1e-9);
   return el("dl", { class: "bars" }, rows.map(([name, speed]) => [
     el("dt", {}, name),
-    el("dd", {}, el("meter", { min: "0", max: "1", value: speed / most, "aria-hidden": "true" }),
-      ` ${number(speed)} tokens/s`),
+    el("dd", {}, gauge(speed / most), ` ${number(speed)} tokens/s`),
   ]));
 }
 
@@ -103,7 +106,7 @@ async function follow(pane, body, signal) {
     pane.show(found.add(event));
     pane.showNumbers(found, seconds());
   }
-  return { found };
+  return found;
 }
 
 /** The body of the call that the form describes. */
