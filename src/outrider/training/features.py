@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -174,8 +174,8 @@ class FeatureShards:
         if not self._files:
             raise DataError(f"{directory} holds no features yet: no features-*.safetensors in it")
         shards = data.shards[: len(self._files)]
-        self._ahead = [feature_path(directory, shard).open("rb") for shard in shards]
-        self._rows = [_rows(file) for file in self._ahead]
+        self._paths = [feature_path(directory, shard) for shard in shards]
+        self._rows = [_rows(path) for path in self._paths]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -193,17 +193,19 @@ class FeatureShards:
 
     def prepare(self, shard: int, start: int, end: int) -> None:
         """Have the disk read ahead: a step that waits for it takes a quarter longer."""
-        for at, row in self._rows[shard] if hasattr(os, "posix_fadvise") else ():
-            os.posix_fadvise(
-                self._ahead[shard].fileno(),
-                *(at + start * row, (end - start) * row, os.POSIX_FADV_WILLNEED),
-            )
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with self._paths[shard].open("rb") as file:
+            for at, row in self._rows[shard]:
+                place = at + start * row, (end - start) * row
+                os.posix_fadvise(file.fileno(), *place, os.POSIX_FADV_WILLNEED)
 
 
-def _rows(file: BinaryIO) -> list[tuple[int, int]]:
+def _rows(path: Path) -> list[tuple[int, int]]:
     """Of the large tensors in a file of features: where their rows begin, and bytes per row."""
-    [length] = struct.unpack("<Q", file.read(8))
-    header = json.loads(file.read(length))
+    with path.open("rb") as file:
+        [length] = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
     found = []
     for name in ("layers", "last"):
         begin, end = header[name]["data_offsets"]
