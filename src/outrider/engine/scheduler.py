@@ -256,7 +256,7 @@ class Scheduler:
                 budget -= self._schedule_chunk(schedule, prompts.pop(0), budget)
             elif waiting is None:
                 break
-            elif self._is_being_computed(waiting, schedule):
+            elif waiting in schedule.preempted or self._is_being_computed(waiting, schedule):
                 self.waiting.discard(waiting)
                 postponed.append(waiting)
             elif has_room := self._admit(waiting, schedule):
