@@ -1,5 +1,6 @@
 """The page in a real browser: what people with mouse, keyboard or screen reader find there."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -204,6 +205,59 @@ def test_a_stop_ends_the_answer_on_the_server_too(page, source):
     source.pause = 0.0
     page.run("location.hash = '#live'")
     page.wait("document.getElementById('requests').textContent.includes('Nobody')")
+
+
+def test_text_that_lags_behind_its_tokens_finds_them(page):
+    """A character of several tokens, a token that is not shown, text held back, and an end."""
+    steps = [
+        ("a", ["a", "\ufffd"], None),
+        ("", ["\ufffd"], None),
+        ("€b", ["b", "<|x|>"], None),
+        ("", [" sto"], None),
+        (" stone", ["ne", "<|end|>"], "stop"),
+    ]
+    events = [
+        {
+            "choices": [
+                {
+                    "delta": {"content": text},
+                    "finish_reason": finish,
+                    "token_sources": ["target"] * len(names),
+                    "logprobs": {"content": [{"token": n, "logprob": -1} for n in names]},
+                }
+            ]
+        }
+        for text, names, finish in steps
+    ]
+    found = page.run(
+        """(async () => {
+        const { Answer } = await import('/web/answer.js');
+        const answer = new Answer();
+        return EVENTS.flatMap((event) => answer.add(event))
+          .map((piece) => [piece.text, ...piece.tokens.map((token) => token.name)]);
+        })()""".replace("EVENTS", json.dumps(events))
+    )
+    assert found == [
+        ["a", "a"],
+        ["€", "\ufffd", "\ufffd"],
+        ["b", "b"],
+        ["", "<|x|>"],
+        [" sto", " sto"],
+        ["ne", "ne"],
+        ["", "<|end|>"],
+    ]
+
+
+def test_details_never_cover_the_token_they_tell_of(page):
+    ask(page)
+    page.resize(360, 640)
+    page.run("[...document.querySelectorAll('.token.s0')].at(-1).focus()")
+    time.sleep(0.3)
+    assert page.run(
+        "(() => { const box = document.activeElement.getClientRects()[0];"
+        "const at = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);"
+        "return at === document.activeElement; })()"
+    )
 
 
 def test_what_the_server_refuses_is_said_in_its_own_words(page):

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { acceptance, choices, parts, submitted, timeline } from "./charts.js";
 import { byId, el, gauge, number, percent, plural, table } from "./dom.js";
-import { know, mark } from "./palette.js";
+import { know, mark, marks } from "./palette.js";
 
 const SPAN = 120; // seconds of history
 const EVERY = 1000; // milliseconds
@@ -169,7 +169,7 @@ function candidates(decision) {
   }
   if (!sums.size) return "none";
   return el("ul", { class: "plain" }, [...sums].map(([name, [tokens, expected]]) =>
-    el("li", {}, mark(name), ` ${tokens}, ${number(expected, 1)}`)));
+    el("li", {}, marks(name), ` ${tokens}, ${number(expected, 1)}`)));
 }
 
 function chosen(decision) {

@@ -25,3 +25,6 @@ export const letter = (name) =>
 /** The mark of a source in legends and tables: its letter, drawn as its tokens are. */
 export const mark = (name) => el("span", { class: `mark ${look(name)}` },
   el("b", { "aria-hidden": "true" }, letter(name)), ` ${name}`);
+
+/** The marks of a proposal; in "a+b" the source b went on from a's last token. */
+export const marks = (names) => names.split("+").map((name, i) => [i ? " then " : null, mark(name)]);

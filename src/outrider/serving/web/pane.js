@@ -13,7 +13,10 @@ export class Pane {
     this.text = el("div", {
       class: "answer", role: "group", "aria-label": `${title}: text`,
       keydown: (event) => this._move(event),
-      focusin: (event) => this._tell(event.target),
+      focusin: (event) => {
+        this._tell(event.target);
+        event.target.scrollIntoView({ block: "nearest" }); // the details may have made room
+      },
       pointerover: (event) => this._tell(event.target),
     });
     this.element = el("section", { class: "pane", "aria-label": title },
