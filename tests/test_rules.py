@@ -37,8 +37,7 @@ def policy(*rules: dict) -> dict:
 def allowed(document: dict, **facts) -> Allowed:
     request, load = read_facts(facts)
     rules = compile_policy(document)
-    found = rules.restrict(request, load)
-    assert found == rules.explain(request, load).allowed
+    assert (found := rules.restrict(request, load)) == rules.explain(request, load).allowed
     return found
 
 
