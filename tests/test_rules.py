@@ -35,9 +35,9 @@ def policy(*rules: dict) -> dict:
 
 
 def allowed(document: dict, **facts) -> Allowed:
-    request, load = read_facts(facts)
-    rules = compile_policy(document)
-    assert (found := rules.restrict(request, load)) == rules.explain(request, load).allowed
+    asked, rules = read_facts(facts), compile_policy(document)
+    found, told = rules.restrict(*asked), rules.explain(*asked)
+    assert found == told.allowed
     return found
 
 
