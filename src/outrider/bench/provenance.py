@@ -11,6 +11,7 @@ from typing import Any
 
 import outrider
 from outrider.errors import ConfigError
+from outrider.machine import cpu_name
 from outrider.writing import new_file, whole_file
 
 PACKAGE = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ def provenance(num_threads: int) -> dict[str, Any]:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "machine": platform.machine(),
@@ -92,15 +93,6 @@ def _git(*arguments: str) -> str | None:
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _memory_bytes() -> int:

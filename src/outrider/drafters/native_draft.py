@@ -40,9 +40,7 @@ class _DraftJob(ctypes.Structure):  # DraftJob of native/draft.cpp
         ("markov", ctypes.POINTER(MarkovJob)),
         *(
             (name, ctypes.c_int)
-            for name in (
-                *("requests", "hidden", "columns", "mask", "block", "first_slot", "shift"),
-            )
+            for name in ("requests", "hidden", "columns", "mask", "block", "first_slot", "shift")
         ),
         *(
             (name, _P)

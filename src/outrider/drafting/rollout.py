@@ -280,7 +280,7 @@ class RecurrentRollout(_RowRollout[Recurrent]):
         self._chains = native_chains(drafter, stack)
 
     def draft(self, seats: Sequence[Seat]) -> None:
-        settings = self.chooser.settings(seats)
+        settings = None if self._chains is None else self.chooser.settings(seats)
         if self._chains is not None and settings is not None:
             self._take(seats, self._chains.draft(self._asked(seats, settings)))
             return

@@ -294,12 +294,14 @@ class Engine:
         destinations: list[int] = []
         for proposal, new in zip(proposals, found, strict=True):
             if proposal.work.draft.is_tree:
-                first = proposal.work.context_len + 1
-                pages = self.arena.page_table(proposal.work.request.request_id)
+                work = proposal.work
+                first = work.context_len + 1
+                pages = self.arena.page_table(work.request.request_id)
+                slots = slots_of(pages, first, first + len(work.draft)).tolist()
                 for place, index in enumerate(new.accepted):
                     if index != place:
-                        sources.append(_slot(pages, first + index))
-                        destinations.append(_slot(pages, first + place))
+                        sources.append(slots[index])
+                        destinations.append(slots[place])
         if sources:
             self.target.move_kv(np.array(sources, np.int32), np.array(destinations, np.int32))
 
@@ -321,8 +323,8 @@ class Engine:
             counts.append(work.num_rows + len(kept))
         assert verified.features is not None
         index = torch.tensor(rows, device=verified.features.device)
-        parts = verified.features.index_select(0, index).split(counts)
-        for work, part in zip(schedule.works, parts, strict=True):
+        features = verified.features.index_select(0, index)
+        for work, part in zip(schedule.works, features.split(counts), strict=True):
             self.speculation.keep_features(work.request.request_id, part)
         if self.scheduler.reuse_prefixes:
             slots = [
@@ -330,7 +332,7 @@ class Engine:
                 for work, count in zip(schedule.works, counts, strict=True)
                 for first in [work.context_len]
             ]
-            self._slot_features.keep(np.concatenate(slots), torch.cat(parts))
+            self._slot_features.keep(np.concatenate(slots), features)
 
     def _hand_on_features(self, adopted: Sequence[Request]) -> None:
         """Sources want the features of every token, of those too that no forward runs over."""
@@ -437,10 +439,6 @@ def prompt_rows(cost: CostModel, max_rows: int, decoding: int, context: int) -> 
     """Rows of prompts beside decoding requests of so many tokens, by what a step may take."""
     seconds = cost.seconds(decoding, max_rows, context)
     return max(PROMPT_ROWS, bisect_right(seconds, PROMPT_SLOWDOWN * seconds[0]) - 1)
-
-
-def _slot(pages: np.ndarray, index: int) -> int:
-    return int(pages[index // PAGE_SIZE]) * PAGE_SIZE + index % PAGE_SIZE
 
 
 def check_sizes(

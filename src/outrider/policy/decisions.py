@@ -1,7 +1,8 @@
 """Why a step submitted these draft tokens and no others, for metrics and for people who look on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from outrider.drafting.source import Draft
 from outrider.engine.drafts import depths
@@ -47,6 +48,9 @@ class Decision:
         """Tokens per second with the drafts chosen, over those without."""
         plain = self.plain_tokens / self.plain_seconds
         return self.expected_tokens / (self.expected_seconds + self.draft_seconds) / plain
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"expected_speedup": self.expected_speedup}
 
 
 @dataclass(slots=True)

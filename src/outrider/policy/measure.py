@@ -21,6 +21,7 @@ import torch
 import outrider
 from outrider.cache import cache_dir
 from outrider.errors import ConfigError
+from outrider.machine import cpu_name
 from outrider.policy.cost import Surface
 from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
 from outrider.target.kv import pages_for
@@ -115,18 +116,10 @@ def _facts(target: Target, max_rows: int) -> dict[str, Any]:
         "target": [target.name, type(target).__name__, str(target.dtype), str(target.device)],
         "sizes": [target.hidden_size, target.num_layers, target.vocab_size, max_rows],
         "deterministic": target.deterministic,
-        "machine": [platform.machine(), _processor(), os.cpu_count()],
+        "machine": [platform.machine(), cpu_name(), os.cpu_count()],
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "",
         "threads": torch.get_num_threads(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _read(path: Path) -> Surface:

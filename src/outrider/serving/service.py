@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ class Service:
         """The planner's newest decisions, oldest first; none from a policy that keeps none."""
         planner = self.llm.engine.planner
         found = await self.worker.ask(lambda: getattr(planner, "decisions", []))
-        return [asdict(one) | {"expected_speedup": one.expected_speedup} for one in found]
+        return [one.as_json() for one in found]
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not the one served; None is that one."""

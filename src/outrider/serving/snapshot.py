@@ -3,9 +3,7 @@
 Taken between two steps. Nothing in it is text of a request, nor says whose a request is.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any
@@ -38,7 +36,7 @@ def snapshot(engine: Engine, since: int) -> dict[str, Any]:
         "sources": [_source(engine, source) for source in engine.speculation.sources],
         "kv": _kv(engine),
         "requests": _requests(engine),
-        "decisions": list(_decisions(engine, since)),
+        "decisions": _decisions(engine, since),
     }
 
 
@@ -98,8 +96,7 @@ def _request(request: Request, now: float) -> dict[str, Any]:
     }
 
 
-def _decisions(engine: Engine, since: int) -> Iterator[dict[str, Any]]:
+def _decisions(engine: Engine, since: int) -> list[dict[str, Any]]:
     """None from a policy that keeps none."""
     after = getattr(engine.planner, "decisions_after", lambda *_: [])
-    for one in after(since, MOST_DECISIONS):
-        yield asdict(one) | {"expected_speedup": one.expected_speedup}
+    return [one.as_json() for one in after(since, MOST_DECISIONS)]
