@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from outrider.checkpoints import load_drafter
 from outrider.drafters.base import Guesses
 from outrider.errors import ConfigError, DataError, TrainingError
 from outrider.target.load import load_model
-from outrider.training.batches import Place, split
+from outrider.training.batches import Place, Shares, split
 from outrider.training.calibrate import (
     expected_error,
     fit_and_check,
@@ -192,6 +193,10 @@ def test_warm_start_takes_the_parameters_of_a_drafter(places, tmp_path) -> None:
         ("drafter.mask_token=<none>", "has no token '<none>'"),
         ("drafter.copy_layers=[9]", "names layer 9, which the target lacks"),
         ("held_out=20", "expected more than the 20 of held_out"),
+        ("training.shares=0.5", "shares must be an object with names as keys, got 0.5"),
+        ("training.shares={chat: 0}", r"shares: chat must be in \(0.0, 1.0\], got 0"),
+        ("training.shares={chat: many}", "shares: chat must be a number, got 'many'"),
+        ("training.shares={chta: 0.5}", r"names \['chta'\], expected categories of the data"),
         ("steps", "a change must be KEY=VALUE"),
     ],
 )
@@ -222,6 +227,15 @@ def test_recipes_come_from_names_yaml_and_python(tmp_path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_recipe(tmp_path / "bad.yaml")
+
+
+def test_texts_of_a_category_with_a_share_take_turns() -> None:
+    places = [Place(0, i, 0, 9, 2, True, category=i % 2) for i in range(40)]
+    shares = Shares(places, {1: 0.25}, seed=3)
+    epochs = [[place.index for place in shares.of(epoch)] for epoch in range(4)]
+    assert [len(epoch) for epoch in epochs] == [25] * 4
+    counts = Counter(index for epoch in epochs for index in epoch)
+    assert counts == {i: 1 if i % 2 else 4 for i in range(40)}
 
 
 def test_data_of_another_tokenizer_and_ids_beyond_the_vocabulary(places, tmp_path) -> None:

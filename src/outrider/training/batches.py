@@ -5,7 +5,7 @@ All of it follows from (seed, step), so that a resume needs no state.
 Shape legend: T tokens of a pack, A anchors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,6 +128,27 @@ def split(places: list[Place], held_out: int, seed: int) -> tuple[list[Place], l
     return [places[i] for i in order[held_out:]], [places[i] for i in order[:held_out]]
 
 
+class Shares:
+    """Which texts an epoch holds when some categories give only a share of theirs.
+
+    The texts of a category take turns: share 0.25 shows each of them in one of four epochs.
+    """
+
+    def __init__(self, places: list[Place], shares: Mapping[int, float], seed: int) -> None:
+        self._places = places
+        self._turn, self._share = np.zeros(len(places)), np.ones(len(places))
+        categories = np.array([place.category for place in places])
+        for category, share in shares.items():
+            (members,) = np.nonzero(categories == category)
+            order = np.random.default_rng((seed, category)).permutation(len(members))
+            self._turn[members] = order / max(1, len(members))
+            self._share[members] = share
+
+    def of(self, epoch: int) -> list[Place]:
+        kept = (self._turn - epoch * self._share) % 1.0 < self._share
+        return [self._places[i] for i in np.flatnonzero(kept)]
+
+
 def pack_places(places: list[Place], tokens: int, seed: int, epoch: int) -> list[list[Place]]:
     """Texts in the order of one epoch, in packs of at most `tokens` (a longer text is alone)."""
     order = np.random.default_rng((seed, epoch)).permutation(len(places))
@@ -176,7 +197,7 @@ class Batches:
         self,
         data: Data,
         shards: FeatureSource,
-        places: list[Place],
+        places: Shares,
         rule: AnchorRule,
         tokens_per_pack: int,
         packs_per_step: int,
@@ -193,7 +214,7 @@ class Batches:
 
     def _epoch(self, epoch: int) -> list[list[Place]]:
         if epoch not in self._epochs:
-            packs = pack_places(self._places, self._tokens_per_pack, self._seed, epoch)
+            packs = pack_places(self._places.of(epoch), self._tokens_per_pack, self._seed, epoch)
             self._epochs = {epoch: packs}
         return self._epochs[epoch]
 

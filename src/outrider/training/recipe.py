@@ -57,6 +57,7 @@ class Optimisation:
     keep_ratio: float = 1.0  # conditional drop of tokens, see AnchorRule
     keep_min: float = 0.0
     max_length: int = 2048  # longer texts are cut
+    shares: dict[str, float] = field(default_factory=dict)  # of a category's texts, per epoch
     optimizer: str = "adamw"  # or "muon": for the matrices of layers, adamw for the rest
     learning_rate: float = 6e-4
     matrix_learning_rate: float = 6e-4  # of muon
@@ -75,6 +76,8 @@ class Optimisation:
             number(f"training.{name}", getattr(self, name), 0.0, 1.0)
         for name in ("learning_rate", "matrix_learning_rate", "clip"):
             number(f"training.{name}", getattr(self, name), 0.0, LARGEST, open_low=True)
+        for category, share in self.shares.items():
+            number(f"training.shares: {category}", share, 0.0, 1.0, open_low=True)
         number("training.weight_decay", self.weight_decay, 0.0, LARGEST)
         if self.precision not in PRECISIONS:
             raise ConfigError(
@@ -218,6 +221,10 @@ def _value(value: Any, kind: str, name: str) -> Any:
     if plain.startswith("tuple"):
         given = value if isinstance(value, list | tuple) else [value]
         return tuple(integer(f"each of {name}", each, -1) for each in given)
+    if plain.startswith("dict"):
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise ConfigError(f"{name} must be an object with names as keys, got {shown(value)}")
+        return {key: _as_float(each) for key, each in value.items()}
     if plain == "float":
         value = _as_float(value)
     expected = {"int": int, "float": float, "str": str, "bool": bool}.get(plain)

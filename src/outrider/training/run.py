@@ -18,7 +18,7 @@ from outrider.checkpoints.files import check_replaced
 from outrider.drafters import Drafter
 from outrider.errors import DataError
 from outrider.target.load import LoadedModel, load_model
-from outrider.training.batches import AnchorRule, Batches, Place, places_of, split
+from outrider.training.batches import AnchorRule, Batches, Place, Shares, places_of, split
 from outrider.training.build import attach_target, build_drafter
 from outrider.training.calibrate import Calibration, calibrate
 from outrider.training.checkpoint import STATE, load_state, save_state
@@ -250,12 +250,22 @@ class Run:
         return Batches(
             self._data,
             self._source,
-            train,
+            Shares(train, self._shares(), self.recipe.seed),
             rule,
             settings.tokens_per_pack,
             settings.packs_per_step,
             self.recipe.seed,
         )
+
+    def _shares(self) -> dict[int, float]:
+        names = self._data.categories
+        shares = self.recipe.training.shares
+        unknown = sorted(shares.keys() - set(names))
+        if unknown:
+            raise DataError(
+                f"training.shares names {unknown}, expected categories of the data: {names}"
+            )
+        return {names.index(name): share for name, share in shares.items()}
 
 
 def _start_from(drafter: Drafter, path: Path) -> None:
