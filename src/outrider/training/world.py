@@ -1,5 +1,6 @@
 """The processes of a run, started by torchrun or alone, and how they are asked to stop."""
 
+import importlib
 import os
 import signal
 from contextlib import AbstractContextManager
@@ -10,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+# Its functions have the group of all processes as a default, taken when it is imported. Imported
+# while there is a group (transformers does), it keeps that group, and gloo's threads, alive to the
+# end of Python, where one that lets go of a tensor then ends the process by SIGABRT.
+KEEPS_THE_GROUP = "torch.distributed.nn.functional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +55,13 @@ def join_world(device: str) -> tuple[World, str]:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        importlib.import_module(KEEPS_THE_GROUP)
         dist.init_process_group("nccl" if on_gpu else "gloo")
     return World(dist.get_rank(), dist.get_world_size()), device
 
 
 def leave_world() -> None:
-    """End what `join_world` began."""
+    """End what `join_world` began, threads included."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
