@@ -306,13 +306,17 @@ def test_a_drafter_is_calibrated_on_the_texts_that_its_run_held_out(places, tmp_
     path = tmp_path / "run" / "drafter"
     loaded, model = load_drafter(path), load_model(str(places["model"]))
     data = Data(places["data"])
-    again = recalibrate(loaded, path, data, model, places["features"], 4, 0, 2048)
+    again = recalibrate(loaded, path, data, model, places["features"])
     assert again.temperatures == pytest.approx(run.drafter.temperatures.tolist(), rel=0.2)
+    other = Data(write_data(tmp_path / "other", num_shards=1))  # never trained on: all of it
+    header = {**data.header, "id": "other"}
+    write_header(tmp_path / "other" / "data.json", "outrider training data", header)
+    assert recalibrate(load_drafter(path), path, Data(other.directory), model, None) != again
     fewer = tmp_path / "features"
     shutil.copytree(places["features"], fewer)
     (fewer / FEATURES).unlink()
     with pytest.raises(DataError, match="was trained on 16 texts of this data, now there are 6"):
-        recalibrate(load_drafter(path), path, data, model, fewer, 4, 0, 2048)
+        recalibrate(load_drafter(path), path, data, model, fewer)
     model.config["hidden_size"] = 64
     with pytest.raises(DataError, match="target of hidden_size 32, this one has 64"):
-        recalibrate(load_drafter(path), path, data, model, None, 4, 0, 2048)
+        recalibrate(load_drafter(path), path, data, model, None)

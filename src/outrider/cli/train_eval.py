@@ -136,38 +136,22 @@ def calibrate(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_DRAFTER", help="A run, or a drafter.")],
     data: DataPath,
     features: FeaturesPath = None,
-    held_out: Annotated[
-        int, typer.Option(min=2, help="Texts to calibrate on, for a drafter without its run.")
-    ] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Which texts; as in the recipe.")] = 0,
 ) -> None:
-    """Fit the temperatures of a drafter's confidences on held-out texts, and store them in it.
+    """Fit the temperatures of a drafter's confidences, and store them in it.
 
-    A run's own held-out texts are taken; for a drafter alone, the same ones if its recipe had this
-    --held-out and --seed.
+    Of the data that it was trained on, the texts that were held out are taken; of other data all.
     """
     from outrider.checkpoints import load_drafter
     from outrider.cli.console import messages
     from outrider.training.calibrate import recalibrate
     from outrider.training.dataset import Data
-    from outrider.training.recipe import Optimisation, recipe_of
 
     directory = path / "drafter" if (path / "run.json").exists() else path
     loaded = load_drafter(directory)
     if loaded.format != "outrider":
         raise DataError(f"{directory} has the format {loaded.format}, which keeps no temperatures")
-    told = loaded.config["provenance"].get("recipe")
-    recipe = None if told is None else recipe_of(told, f"the recipe in {directory}")
-    max_length = (Optimisation() if recipe is None else recipe.training).max_length
-    if recipe is not None:
-        held_out, seed = recipe.held_out, recipe.seed
-    if held_out < 2:
-        raise ConfigError(
-            f"the recipe of {directory} held out {held_out} texts, expected 2 or more"
-        )
     target.set_threads()
-    texts, model = Data(data), target.find()
-    found = recalibrate(loaded, directory, texts, model, features, held_out, seed, max_length)
+    found = recalibrate(loaded, directory, Data(data), target.find(), features)
     before, after = (sum(e) / len(e) for e in (found.ece_before, found.ece_after))
     temperatures = " ".join(f"{value:.2f}" for value in found.temperatures)
     messages().print(

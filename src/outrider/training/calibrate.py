@@ -7,6 +7,7 @@ with which this product is best calibrated, those of the depths before it being 
 Shape legend: A drafts, K depths.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from outrider.checkpoints import check_target as check_drafter
 from outrider.drafters import Drafter
 from outrider.errors import DataError
 from outrider.target.load import LoadedModel
-from outrider.training.batches import places_of, split
+from outrider.training.batches import Place, places_of, split
 from outrider.training.build import attach_target
 from outrider.training.dataset import Data, check_target
 from outrider.training.evaluate import Judged, judge
 from outrider.training.features import feature_source
 from outrider.training.losses import LossWeights
+from outrider.training.recipe import Optimisation, recipe_of
 
 GRID = torch.logspace(-2, 2, 161, base=2.0)  # 1/4 to 4, with 1 in the middle
 BINS = 20
+ANCHORS_PER_TEXT = 128  # errors of a few percent are seen in thousands of drafts only
 
 
 @dataclass(slots=True)
@@ -74,16 +77,11 @@ def calibrate(drafter: Drafter, judged: Judged, num_texts: int) -> Calibration |
 
 
 def recalibrate(
-    loaded: LoadedDrafter,
-    directory: Path,
-    data: Data,
-    model: LoadedModel,
-    features: Path | None,
-    held_out: int,
-    seed: int,
-    max_length: int,
+    loaded: LoadedDrafter, directory: Path, data: Data, model: LoadedModel, features: Path | None
 ) -> Calibration:
     """Calibrate a drafter on disk anew, and write it there again.
+
+    Of the data it was trained on, the texts that its run held out are taken; of other data all.
 
     Raises:
         DataError: data, features or target do not fit it, or not to the texts it was trained on.
@@ -92,20 +90,10 @@ def recalibrate(
     check_drafter(drafter.config, model.config_object())
     check_target(data, model)
     source, count = feature_source(model, data, drafter.config.target_layer_ids, features)
-    places = places_of(data, max_length, count)
-    trained, held = split(places, held_out, seed)
-    if provenance.get("data") == data.header.get("id") and provenance.get("num_texts") not in (
-        None,
-        len(trained),
-    ):
-        raise DataError(
-            f"{directory} was trained on {provenance['num_texts']} texts of this data, now there "
-            f"are {len(trained)}, so that others would be held out: give the data and features of "
-            "its run"
-        )
+    held = _held_out(provenance, directory, data, count)
     attach_target(drafter, model.state_dict(), "bfloat16")
     drafter.to(model.device)
-    judged = judge(drafter, data, source, held, LossWeights())
+    judged = judge(drafter, data, source, held, LossWeights(), anchors_per_text=ANCHORS_PER_TEXT)
     found = None if judged is None else calibrate(drafter, judged, len(held))
     if found is None:
         raise DataError(
@@ -115,6 +103,29 @@ def recalibrate(
     about = {**provenance, "calibration": found.as_json()}
     save_drafter(drafter, directory, target=loaded.target, provenance=about)
     return found
+
+
+def _held_out(
+    provenance: Mapping[str, Any], directory: Path, data: Data, num_shards: int | None
+) -> list[Place]:
+    """Texts of the data that the drafter was not trained on."""
+    if provenance.get("data") != data.header.get("id") or "recipe" not in provenance:
+        return places_of(data, Optimisation().max_length, num_shards)
+    recipe = recipe_of(provenance["recipe"], f"the recipe in {directory}")
+    if recipe.held_out < 2:
+        raise DataError(
+            f"the recipe of {directory} held out {recipe.held_out} texts, expected 2 or more; "
+            "give data that it was not trained on"
+        )
+    places = places_of(data, recipe.training.max_length, num_shards)
+    trained, held = split(places, recipe.held_out, recipe.seed)
+    if provenance.get("num_texts") not in (None, len(trained)):
+        raise DataError(
+            f"{directory} was trained on {provenance['num_texts']} texts of this data, now there "
+            f"are {len(trained)}, so that others would be held out: give the data and features of "
+            "its run"
+        )
+    return held
 
 
 def fit_and_check(fitted: Judged, checked: Judged) -> Calibration:

@@ -22,7 +22,7 @@ from outrider.training.features import FeatureSource
 from outrider.training.losses import LossWeights, losses
 from outrider.training.trainer import autocast, token_map, wanted_at
 
-ANCHORS_PER_TEXT = 32
+ANCHORS_PER_TEXT = 32  # enough for a length; neighbours tell little that is new
 TOKENS_PER_PACK = 4096
 ALL = "all"
 
@@ -71,15 +71,16 @@ def judge(
     places: Sequence[Place],
     loss: LossWeights,
     precision: str = "bfloat16",
+    anchors_per_text: int = ANCHORS_PER_TEXT,
 ) -> Judged | None:
-    """Guess at up to ANCHORS_PER_TEXT places of each text; None: no text is long enough."""
+    """Guess at up to so many places of each text; None: no text is long enough."""
     found: Judged | None = None
     weight, first = 0.0, 0
     was_training = drafter.training
     drafter.eval()
     t2d = token_map(drafter)
     for group in _groups(places):
-        pack = _pack(group, data, source, drafter.config.num_draft_tokens)
+        pack = _pack(group, data, source, drafter.config.num_draft_tokens, anchors_per_text)
         if len(pack.anchors):
             part, share = _judge_pack(drafter, t2d, pack, loss, precision)
             part.places = part.places + first
@@ -123,7 +124,9 @@ def _groups(places: Sequence[Place]) -> Iterator[list[Place]]:
         yield group
 
 
-def _pack(places: list[Place], data: Data, source: FeatureSource, depths: int) -> Pack:
+def _pack(
+    places: list[Place], data: Data, source: FeatureSource, depths: int, anchors_per_text: int
+) -> Pack:
     """The texts with anchors that have all depths, spread evenly."""
     total = sum(map(len, places))
     pack = load_pack(places, data, source, AnchorRule(depths, total), np.random.default_rng(0))
@@ -132,7 +135,7 @@ def _pack(places: list[Place], data: Data, source: FeatureSource, depths: int) -
     kept = []
     for one in text.unique():
         mine = whole[text == one]
-        count = min(len(mine), ANCHORS_PER_TEXT)
+        count = min(len(mine), anchors_per_text)
         kept.append(mine[torch.arange(count) * len(mine) // max(1, count)])
     chosen = torch.cat(kept) if kept else whole
     pack.anchors, pack.lengths = pack.anchors[chosen], pack.lengths[chosen]
