@@ -183,3 +183,19 @@ def test_drafts_that_break_the_grammar_are_never_kept():
     [found] = llm.generate("the end", params(GRAMMARS["regex"]))
     assert found.outputs[0].token_ids == plain.outputs[0].token_ids
     assert forbidden not in found.outputs[0].token_ids
+    told = found.metrics.speculative_decoding
+    assert told is not None and told.num_draft_tokens == told.num_accepted_draft_tokens > 0
+    assert set(told.rejection_causes) <= {"grammar", "length"}  # no row was spent on them
+    assert told.rejection_causes["grammar"] >= 2 * (len(plain.outputs[0].token_ids) // 2 - 1)
+
+
+def test_the_lawful_part_of_a_tree():
+    state = Grammars(TOKENIZER, 96, [EOS]).follow({"regex": "ab|cd|a5"})
+    a, b, c, d, five, x = (TOKENIZER.token_id(one) for one in "abcd5x")
+    nothing = np.array([], np.int32)
+    # 0 a, 1 x, 2 b after a, 3 d after a, 4 c, 5 the end after c, 6 the end after ab, 7 b after x
+    tree = [a, x, b, d, c, EOS, EOS, b], [-1, -1, 0, 0, -1, 4, 2, 1]
+    assert state.lawful(nothing, *tree) == [0, 2, 4, 6]
+    assert state.lawful(nothing, [a, five, EOS, a], []) == [0, 1, 2]
+    assert state.lawful(np.array([a], np.int32), [b, EOS], []) == [0, 1]
+    assert state.lawful(np.array([a, x], np.int32), [b], []) == [0]  # left: nothing is known

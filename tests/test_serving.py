@@ -44,6 +44,10 @@ def test_a_completion_is_the_text_of_the_python_api(stream):
             assert found["usage"] == {
                 "prompt_tokens": 4, "completion_tokens": 24, "total_tokens": 28,
                 "prompt_tokens_details": {"cached_tokens": 0},
+                "completion_tokens_details": {
+                    "reasoning_tokens": 0,
+                    "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+                },
             }  # fmt: skip
     assert text == expected.outputs[0].text
 

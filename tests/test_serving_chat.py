@@ -127,9 +127,13 @@ def test_thoughts_are_told_apart(drafts):
     text = "<think>\nIs 日本 < 本?\n</think>\n\n日本 & </think>"
     with server_that_says(text, drafts=drafts, reasoning_parser="think") as client:
         choice, stream, deltas = both(client, messages=USER, temperature=0)
+        usage = asked(client, CHAT, messages=USER, temperature=0)["usage"]
     assert choice["message"] == stream["message"]
     assert choice["message"]["reasoning_content"] == "Is 日本 < 本?\n"
     assert choice["message"]["content"] == "日本 & </think>"
+    thoughts = len(TOKENIZER.encode(text.partition("\n\n")[0]))
+    assert thoughts < usage["completion_tokens"] and usage["prompt_tokens"] > 0
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == thoughts
     assert not any("\ufffd" in str(delta) for delta in deltas)
     with server_that_says(text) as client:
         choice, *_ = both(client, messages=USER, temperature=0)
@@ -142,6 +146,23 @@ def test_thoughts_that_the_prompt_has_opened():
         choice, *_ = both(client, messages=prompt, temperature=0)
     assert choice["message"]["reasoning_content"] == "hm"
     assert choice["message"]["content"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thoughts", "rest"),
+    [("hi", "<think>hm", ""), ("hi<think>", "hm", ""), ("hi<think>", "hm</think>", "a"),
+     ("hi", "", "a<think>hm</think>"), ("hi", "", "")],
+)  # fmt: skip
+def test_tokens_of_thoughts_are_counted(prompt, thoughts, rest):
+    text, count = thoughts + rest, len(TOKENIZER.encode(thoughts))
+    messages = [{"role": "user", "content": prompt}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": len(TOKENIZER.encode(text)) or 1}
+    with server_that_says(text, f"user, {prompt}\n", reasoning_parser="think") as client:
+        for usage in (
+            asked(client, CHAT, **body)["usage"],
+            streamed(client, CHAT, **body, stream_options={"include_usage": True})[-1]["usage"],
+        ):
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == count
 
 
 def test_earlier_calls_and_their_results_are_told_to_the_model():
@@ -185,7 +206,8 @@ def test_a_prediction_is_drafted_and_counted():
     body = {"messages": USER, "temperature": 0, "max_tokens": 200}
     with serving(llm) as client:
         bare = asked(client, CHAT, **body)
-        assert "completion_tokens_details" not in bare["usage"]
+        details = bare["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
         for content in (
             text,
             [{"type": "text", "text": text[:30]}, {"type": "text", "text": text[30:]}],

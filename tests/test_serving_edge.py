@@ -161,6 +161,16 @@ def test_a_call_is_one_line_of_the_log_and_no_secret_is_in_it(caplog):
     assert "sesame" not in text and "the cat" not in text
 
 
+def test_a_poll_that_goes_well_is_no_line_of_the_log(caplog):
+    paths = ("/live", "/metrics", "/health", "/ready")
+    with caplog.at_level(logging.DEBUG, "outrider"), serving() as client:
+        for path in (*paths, "/decisions", "/live?since=x"):
+            client.get(path)
+    calls = [r for r in caplog.records if r.getMessage() == "call"]
+    assert [r.levelno for r in calls] == [logging.DEBUG] * 4 + [logging.INFO] * 2
+    assert [line["status"] for line in logged(caplog)] == [200] * 5 + [400]
+
+
 def sample(text: str, name: str, **labels: str) -> float:
     """The value of one series of Prometheus' text format."""
     for line in text.splitlines():

@@ -1,15 +1,29 @@
 """The page's files with what guards them, and what the live view is told."""
 
+import asyncio
+import json
 import re
 from importlib import resources
 
 import pytest
 from engine_cases import exact
 from fakes import ReplaySource, make_engine
-from serving_cases import CHAT, COMPLETIONS, GREEDY, asked, make_llm, refusal, serving
+from serving_cases import (
+    CHAT,
+    COMPLETIONS,
+    GREEDY,
+    Caller,
+    asked,
+    loop_with,
+    make_llm,
+    refusal,
+    serving,
+)
 
 from outrider import SamplingParams
 from outrider.drafting.source import DraftSource
+from outrider.serving.app import create_app
+from outrider.serving.service import Settings
 from outrider.serving.snapshot import snapshot
 from outrider.terms import Terms
 
@@ -130,6 +144,50 @@ def test_only_newer_decisions_are_told():
         assert client.get(f"/live?since={steps[-1]}").json()["decisions"] == []
         for wrong in ("x", "-1", "1.5", "", "9" * 30, "²"):
             assert refusal(client.get("/live", params={"since": wrong}))["param"] == "since"
+
+
+def seen(live: dict) -> tuple[int, list[int], int]:
+    """What is told of all requests, and which single ones, by the lengths of their prompts."""
+    lengths = [one["num_prompt_tokens"] for one in live["requests"]["listed"]]
+    return live["requests"]["num_running"], sorted(lengths), sum(
+        len(one["choices"]) for one in live["decisions"]
+    )  # fmt: skip
+
+
+def test_a_single_request_is_shown_to_its_own_key_and_to_those_who_keep_the_policy():
+    llm = make_llm()
+    app = create_app(llm, Settings(api_keys=["a", "b"], admin_keys=["root"]))
+    prompts = {"a": "the end. the end. the", "b": "a dog. a"}
+    of_a, of_b = (len(llm.tokenizer.encode(prompt)) for prompt in prompts.values())
+    body = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
+
+    async def calls():
+        running = [Caller(app, COMPLETIONS, {**body, "prompt": prompts[key]}, key=key)
+                   for key in ("a", "b", "b")]  # fmt: skip
+        while llm.engine.times.steps < 40:
+            await asyncio.sleep(0.002)
+        found = {}
+        for path in ("/live", "/decisions"):
+            for key in ("a", "b", "root"):
+                caller = Caller(app, path, {}, "GET", key=key)
+                await caller.task
+                found[path, key] = json.loads(caller.text)
+        for caller in running:
+            caller.gone.set()
+        await asyncio.gather(*(caller.task for caller in running))
+        return found
+
+    with loop_with(app) as runner:
+        found = runner.run(calls())
+    a, b, root = (seen(found["/live", key]) for key in ("a", "b", "root"))
+    assert a[:2] == (3, [of_a]) and b[:2] == (3, [of_b, of_b])
+    assert root[:2] == (3, [of_b, of_b, of_a])
+    assert min(a[2], b[2]) > 0 and root[2] > max(a[2], b[2])
+    for key, most in (("a", 1), ("b", 2), ("root", 3)):
+        shown = [len(one["choices"]) for one in found["/decisions", key]]
+        assert 0 < max(shown) <= most
+    text = json.dumps(list(found.values()))
+    assert "key-" not in text and "the end" not in text and "dog" not in text
 
 
 class Broken(DraftSource):

@@ -24,6 +24,7 @@ from serving_cases import (
 from outrider import Draft, DraftSource, SamplingParams
 from outrider.serving.app import create_app, service_of
 from outrider.serving.service import Settings
+from outrider.serving.worker import EngineGone, Worker
 from outrider.terms import Terms
 
 LONG = {"prompt": "the cat", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
@@ -204,6 +205,122 @@ def test_an_engine_that_cannot_let_go_is_told_and_not_asked_again():
 
         with loop_with(app) as runner:
             assert runner.run(calls()) == [500, 503, 503]
+
+
+WAYS_TO_ASK = [
+    *(("GET", path) for path in ("/live", "/decisions", "/policy", "/policy/schema")),
+    *(("GET", path) for path in ("/v1/models", "/health", "/ready")),
+    *(("POST", path) for path in (COMPLETIONS, CHAT, "/policy/back", "/policy/explain")),
+    ("PUT", "/policy"),
+]
+
+
+def test_a_dead_engine_is_a_503_everywhere_and_nobody_waits_for_it():
+    llm = make_llm(max_num_seqs=1)
+    app = create_app(llm, Settings(max_waiting=4))
+
+    def die() -> Any:
+        raise SystemExit("the thread ends")
+
+    async def calls():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm.engine, "step", die)
+            under_way = [Caller(app, COMPLETIONS, {**LONG, "stream": i > 0}) for i in range(3)]
+            await asyncio.gather(*(caller.task for caller in under_way))
+        late = [Caller(app, path, {}, method) for method, path in WAYS_TO_ASK]
+        late.append(Caller(app, COMPLETIONS, LONG))
+        await asyncio.gather(*(caller.task for caller in late))
+        with pytest.raises(EngineGone):
+            await service_of(app).worker.ask(lambda: 1)
+        prompt = llm.prompts.read_prompt("the cat", plain_params())
+        ticket = service_of(app).worker.submit([prompt], Terms())
+        with pytest.raises(EngineGone):
+            async for _ in ticket:
+                pass
+        return under_way, late
+
+    with loop_with(app) as runner:
+        under_way, late = runner.run(asyncio.wait_for(calls(), 20))
+    assert under_way[0].sent[0]["status"] in (500, 503)
+    assert all("error" in caller.text for caller in under_way)
+    assert {caller.sent[0]["status"] for caller in late} == {503}
+    assert service_of(app).limits.num_choices == 0
+    assert not llm.engine.scheduler.has_work
+    llm.engine.check_integrity()
+
+
+def test_what_waits_when_the_engine_dies_is_told():
+    llm = make_llm()
+    app = create_app(llm)
+    worker = service_of(app).worker
+
+    async def calls():
+        def die() -> None:
+            asked.append(asyncio.run_coroutine_threadsafe(worker.ask(lambda: 1), loop))
+            while worker._inbox.empty():
+                pass
+            raise SystemExit
+
+        loop, asked = asyncio.get_running_loop(), []
+        with pytest.raises(EngineGone):
+            await worker.ask(die)
+        with pytest.raises(EngineGone):
+            await asyncio.wrap_future(asked[0])
+
+    with loop_with(app) as runner:
+        runner.run(asyncio.wait_for(calls(), 20))
+    assert not worker.is_alive
+
+
+def test_a_question_that_raises_does_so_where_it_was_asked():
+    llm = make_llm()
+    app = create_app(llm)
+
+    async def calls():
+        worker = service_of(app).worker
+        for error in (ValueError("mine"), AssertionError("too"), KeyError(1)):
+
+            def question(error: Exception = error) -> None:
+                raise error
+
+            with pytest.raises(type(error)) as found:
+                await worker.ask(question)
+            assert found.value is error
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await worker.ask(lambda: next(iter(())))
+        assert await worker.ask(lambda: 5) == 5
+        given_up = asyncio.ensure_future(worker.ask(lambda: 6))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        assert await worker.ask(lambda: 7) == 7
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm.engine.planner, "decisions_after", lambda *_: 1 / 0)
+            live = Caller(app, "/live", {}, "GET")
+            await live.task
+        call = Caller(app, COMPLETIONS, LONG)
+        await call.task
+        return live.sent[0]["status"], json.loads(call.text)["choices"][0]["text"]
+
+    with loop_with(app) as runner:
+        assert runner.run(asyncio.wait_for(calls(), 20)) == (500, asked_plainly())
+
+
+def test_what_is_called_beside_the_steps_cannot_end_them():
+    llm = make_llm()
+
+    def fail() -> None:
+        raise OSError("a full disk")
+
+    async def call():
+        worker = Worker(llm.engine, after_step=fail, at_start=fail)
+        worker.start()
+        prompt = llm.prompts.read_prompt("the cat", plain_params())
+        texts = [i.chunk.text async for items in worker.submit([prompt], Terms()) for i in items]
+        is_alive = worker.is_alive
+        worker.stop()
+        return is_alive, "".join(texts)
+
+    assert asyncio.run(asyncio.wait_for(call(), 20)) == (True, asked_plainly())
 
 
 def test_calls_side_by_side_each_get_their_own_text():

@@ -104,12 +104,24 @@ class GrammarState:
         """
         if not self._read(output_ids):
             return
-        paths: list[list[int]] = [[]]
-        for index, token in enumerate(draft_ids):
-            paths.append([*paths[(parents[index] if parents else index - 1) + 1], token])
-        for row, path in enumerate(paths):
+        for row, path in enumerate([[], *_paths(draft_ids, parents)]):
             if self._go(path):
                 logits[row, ~self._allowed()] = -np.inf
+
+    def lawful(
+        self, output_ids: np.ndarray, draft_ids: Sequence[int], parents: Sequence[int]
+    ) -> list[int]:
+        """Indices of the draft tokens that may follow the output and their ancestors."""
+        if not self._read(output_ids):
+            return list(range(len(draft_ids)))
+        paths = _paths(draft_ids, parents)
+        return [index for index, path in enumerate(paths) if self._allows(path)]
+
+    def _allows(self, path: list[int]) -> bool:
+        *before, last = path
+        if last in self._eos_ids:
+            return self._go(before) and self._matcher.is_accepting()
+        return self._go(path)
 
     def forced(self, output_ids: np.ndarray, most: int) -> list[int]:
         """Tokens that the grammar leaves no choice about after the output, at most so many."""
@@ -150,6 +162,15 @@ class GrammarState:
             logger.warning("a grammar was given up: %s", reason.splitlines()[0])
             allowed[list(self._eos_ids)] = True
         return allowed
+
+
+def _paths(draft_ids: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """Each draft token with its ancestors before it."""
+    paths: list[list[int]] = []
+    for index, token in enumerate(draft_ids):
+        parent = parents[index] if parents else index - 1
+        paths.append([*(paths[parent] if parent >= 0 else ()), token])
+    return paths
 
 
 def _source(library: Any, structured_outputs: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from outrider.checks import INT32_MAX, integer, shown
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.engine.answers import check_answer
-from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part
+from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part, subset
 from outrider.engine.features import one_thread
 from outrider.engine.guard import STALL_PER_TOKEN, STALL_SECONDS, Guard
 from outrider.engine.merging import joined
@@ -306,7 +306,8 @@ class Speculation:
         for index, draft in zip(asked, drafts, strict=True):
             known, _ = cut_unknown(prefix(draft, wanted[index][0]), self.vocab_size)
             if known.token_ids and not known.is_tree:
-                view.asks[index].drafts.append(joined(wanted[index][1], known))
+                longer = joined(wanted[index][1], known)
+                view.asks[index].drafts.append(_lawful(longer, proposals[index]))
 
     def _answers(
         self, source: DraftSource, view: StepView, method: str, *given: Sequence[Any]
@@ -398,7 +399,22 @@ class Speculation:
         known, dropped = cut_unknown(fitting, self.vocab_size)
         if dropped:
             outcome.unknown_depths[draft.source] = dropped
-        return known
+        return _lawful(known, proposal)
+
+
+def _lawful(draft: Draft, proposal: Proposal) -> Draft:
+    """The part of a draft that the grammar of the output allows: the rest would cost rows.
+
+    What was drawn from probabilities stays whole: the accept rule has to see what was drawn.
+    """
+    request, causes = proposal.work.request, proposal.outcome.causes
+    if request.grammar is None or draft.probs is not None:
+        return draft
+    output_ids = request.tokens.view()[request.num_prompt_tokens :]
+    kept = request.grammar.lawful(output_ids, draft.token_ids, draft.parents)
+    if len(kept) < len(draft):
+        causes["grammar"] = causes.get("grammar", 0) + len(draft) - len(kept)
+    return subset(draft, kept)
 
 
 def _outcome(

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -10,12 +11,13 @@ from starlette.responses import Response
 
 from outrider import __version__
 from outrider.llm import LLM
-from outrider.serving.errors import ApiError
+from outrider.serving.errors import ApiError, out_of_order
 from outrider.serving.http import Edge, JSONBody, error_response, not_found
 from outrider.serving.limits import Keys
 from outrider.serving.page import add_page
 from outrider.serving.policy import add_policy
 from outrider.serving.service import Service, Settings
+from outrider.serving.worker import EngineGone
 
 
 def create_app(llm: LLM, settings: Settings | None = None) -> Edge:
@@ -43,6 +45,7 @@ def _routes(service: Service) -> FastAPI:
         openapi_url=None,
         exception_handlers={
             ApiError: _refuse,
+            EngineGone: _refuse_all,
             HTTPException: _refuse_route,
             Exception: _excuse,
         },
@@ -50,37 +53,37 @@ def _routes(service: Service) -> FastAPI:
     app.state.service = service
     _add_api(app, service)
     _add_health(app, service)
-    add_policy(app, service.llm.rules, lambda request: authorize(service.admin_keys, request))
-    add_page(app, service, lambda request: authorize(service.keys, request))
+    add_policy(app, service.llm.rules, partial(admit, service, service.admin_keys))
+    add_page(app, service, partial(admit, service, service.keys))
     return app
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        authorize(service.keys, request)
+        admit(service, service.keys, request)
         return await service.complete(request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        authorize(service.keys, request)
+        admit(service, service.keys, request)
         return await service.chat(request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        authorize(service.keys, request)
+        admit(service, service.keys, request)
         return JSONBody(service.models())
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        authorize(service.keys, request)
+        admit(service, service.keys, request)
         service.check_model(name)
         return JSONBody(service.models()["data"][0])
 
     @app.get("/decisions")
     async def decisions(request: Request) -> Response:
-        authorize(service.keys, request)
-        return JSONBody(await service.decisions())
+        admit(service, service.keys, request)
+        return JSONBody(await service.decisions(request.state.owner))
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -99,21 +102,27 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-def authorize(keys: Keys, request: Request) -> None:
+def admit(service: Service, keys: Keys, request: Request) -> None:
     """Note whose call it is.
 
     Raises:
-        ApiError: 401 without one of the keys.
+        ApiError: 401 without one of the keys, 503 without an engine.
     """
     owner = keys.owner(request.headers.get("authorization"))
     request.state.owner = owner
     if owner:
         request.state.record["owner"] = owner
+    service.check_alive()
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+async def _refuse_all(_: Request, __: Exception) -> Response:
+    """The engine ended between the check and the call."""
+    return error_response(out_of_order())
 
 
 async def _excuse(_: Request, __: Exception) -> Response:

@@ -1,15 +1,17 @@
 """From a chat call to a prompt: tools, roles and earlier calls as chat templates know them."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.checks import shown
 from outrider.errors import PromptError
 from outrider.prompts import PromptReader, Submission
+from outrider.results import CompletionOutput
 from outrider.sampling_params import SamplingParams
 from outrider.serving.errors import ApiError
-from outrider.serving.parsers import CALL, END_CALL, THINK
+from outrider.serving.parsers import CALL, END_CALL, END_THINK, THINK
 from outrider.serving.protocol import ChatCall
 
 # For templates that do not know of tools; Hermes' words for them, which many models were taught.
@@ -70,6 +72,20 @@ def read(
 def is_thinking(prompt: str | None) -> bool:
     """Whether the template has opened the model's thoughts at the end of the prompt."""
     return prompt is not None and prompt.rstrip().endswith(THINK)
+
+
+def num_thought_tokens(tokenizer: Any, output: CompletionOutput, is_thinking: bool) -> int:
+    """Tokens of the thoughts that an answer begins with, up to the tag that ends them."""
+    token_ids = output.token_ids
+    if not is_thinking and not output.text.lstrip().startswith(THINK):
+        return 0
+    if END_THINK not in output.text:
+        return len(token_ids)
+
+    def has_ended(count: int) -> bool:
+        return END_THINK in tokenizer.decode(token_ids[:count], skip_special_tokens=False)
+
+    return bisect_left(range(len(token_ids)), True, key=has_ended)
 
 
 def _tools(call: ChatCall) -> list[dict[str, Any]] | None:

@@ -49,6 +49,12 @@ class ApiError(Exception):
         return {"error": told}
 
 
+def out_of_order() -> ApiError:
+    """What is answered when the engine has failed for good."""
+    told = "the server is out of order: its engine has failed"
+    return ApiError(503, told, headers={"Retry-After": "10"})
+
+
 def refused(error: UserError) -> ApiError:
     """A 400 that says what the engine says of a request."""
     param = None

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0  # in which a body must have come
 LONGEST_ID = 128
+POLLED = ("/health", "/live", "/metrics", "/ready")  # every second or so: no news if they went well
 GONE = 499  # status of a call whose client went away; it is in the log only
 
 Found = TypeVar("Found")
@@ -185,7 +186,9 @@ class Edge:
         finally:
             seconds = round(perf_counter() - start, 6)
             self._count(scope["path"], status)
-            logger.info("call", extra={"record": record | {"status": status, "seconds": seconds}})
+            level = logging.DEBUG if scope["path"] in POLLED and status == 200 else logging.INFO
+            told = record | {"status": status, "seconds": seconds}
+            logger.log(level, "call", extra={"record": told})
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

@@ -21,6 +21,9 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = {key.encode(): _name(key) for key in keys}
 
+    def __contains__(self, owner: str) -> bool:
+        return owner in self._keys.values()
+
     def owner(self, authorization: str | None) -> str:
         """A name that stands for the key in logs and shares, "" where none is needed.
 

@@ -8,31 +8,32 @@ from outrider.results import RequestMetrics, RequestOutput, SpeculativeMetrics
 MILLI = 1e3
 
 
-def usage(results: Sequence[RequestOutput], predicting: Sequence[str]) -> dict[str, Any]:
+def usage(
+    results: Sequence[RequestOutput], predicting: Sequence[str], num_reasoning: int
+) -> dict[str, Any]:
     """Tokens of all prompts and choices; `predicting` are the sources that draft predictions.
 
     Accepted prediction tokens were drafted from the prediction and kept, rejected ones were
-    drafted from it and computed for nothing.
+    drafted from it and computed for nothing. `num_reasoning` output tokens were thoughts.
     """
     num_prompt = sum(len(result.prompt_token_ids) for result in results)
     num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
     cached = sum(result.metrics.num_cached_tokens for result in results)
-    found: dict[str, Any] = {
+    told = [result.metrics.speculative_decoding for result in results]
+    splits = [m.per_source[n] for m in told if m for n in predicting if n in m.per_source]
+    accepted = sum(split.num_accepted_draft_tokens for split in splits)
+    drafted = sum(split.num_draft_tokens for split in splits)
+    return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    if predicting:
-        told = [result.metrics.speculative_decoding for result in results]
-        splits = [m.per_source[n] for m in told if m for n in predicting if n in m.per_source]
-        accepted = sum(split.num_accepted_draft_tokens for split in splits)
-        drafted = sum(split.num_draft_tokens for split in splits)
-        found["completion_tokens_details"] = {
+        "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning,
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
-        }
-    return found
+        },
+    }
 
 
 def request_metrics(results: Sequence[RequestOutput], num_spec_tokens: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from outrider.checks import shown
 from outrider.serving.errors import ApiError
 from outrider.serving.http import JSONBody, not_found
 from outrider.serving.service import Service
-from outrider.serving.snapshot import snapshot
 
 FOLDER = Path(__file__).parent / "web"
 TYPES = {
@@ -55,10 +54,8 @@ def add_page(app: FastAPI, service: Service, authorize: Callable[[Request], None
     async def live(request: Request) -> Response:
         authorize(request)
         since = _step(request.query_params.get("since", "0"))
-        if not service.worker.is_alive:
-            raise ApiError(503, "the server is out of order: its engine has failed")
-        found = await service.worker.ask(lambda: snapshot(service.llm.engine, since))
-        return JSONBody(found | {"started": service.created}, headers={"Cache-Control": "no-store"})
+        found = await service.live(request.state.owner, since)
+        return JSONBody(found, headers={"Cache-Control": "no-store"})
 
 
 def _step(text: str) -> int:

@@ -21,16 +21,17 @@ from outrider.sampling_params import SamplingParams
 from outrider.serving import chat, policy
 from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id
 from outrider.serving.cores import spread_threads
-from outrider.serving.errors import ApiError, refused
+from outrider.serving.errors import ApiError, out_of_order, refused
 from outrider.serving.http import EventStream, JSONBody, read_json, until_disconnect
 from outrider.serving.limits import Keys, Limits
 from outrider.serving.metrics import Metrics, Watch
 from outrider.serving.numbers import request_metrics, usage
 from outrider.serving.parsers import REASONING_PARSERS
 from outrider.serving.protocol import Call, ChatCall, CompletionCall, parse
+from outrider.serving.snapshot import shown_decision, snapshot
 from outrider.serving.structure import behind_thoughts
 from outrider.serving.trace import Trace
-from outrider.serving.worker import EngineFailure, Item, Ticket, Worker
+from outrider.serving.worker import EngineFailure, EngineGone, Item, Ticket, Worker
 from outrider.terms import Terms
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Settings:
     reasoning_parser: str | None = None
     includes_metrics: bool = False  # also for calls that do not ask for them
     trace: Path | None = None  # of steps, in Chrome's format
-    admin_keys: Sequence[str] = ()  # that may change the policy; default: whoever may ask
+    admin_keys: Sequence[str] = ()  # that may change the policy, default: all; and see all requests
     policy: Path | None = None  # reloaded when it changes
     owns_cpus: bool = False  # threads may be bound to CPUs, also those of the kernels
 
@@ -82,6 +83,7 @@ class Service:
         self.created = int(time.time())
         self.keys = Keys([*settings.api_keys, *settings.admin_keys] if settings.api_keys else [])
         self.admin_keys = Keys(settings.admin_keys or settings.api_keys)
+        self._overseers = Keys(settings.admin_keys)
         self._watching: asyncio.Task[None] | None = None
         running = llm.engine.scheduler.max_requests
         waiting = running if settings.max_waiting is None else settings.max_waiting
@@ -139,11 +141,21 @@ class Service:
         }
         return {"object": "list", "data": [model]}
 
-    async def decisions(self) -> list[dict[str, Any]]:
+    async def decisions(self, owner: str) -> list[dict[str, Any]]:
         """The planner's newest decisions, oldest first; none from a policy that keeps none."""
-        planner = self.llm.engine.planner
+        planner, viewer = self.llm.engine.planner, self._viewer(owner)
         found = await self.worker.ask(lambda: getattr(planner, "decisions", []))
-        return [one.as_json() for one in found]
+        return [shown_decision(one, viewer) for one in found]
+
+    async def live(self, owner: str, since: int) -> dict[str, Any]:
+        """What the live view shows to this owner, with the decisions after a step."""
+        engine, viewer = self.llm.engine, self._viewer(owner)
+        found = await self.worker.ask(lambda: snapshot(engine, since, viewer))
+        return found | {"started": self.created}
+
+    def _viewer(self, owner: str) -> str:
+        """Whose requests this owner may see: those of everybody with a key for the policy."""
+        return "" if owner in self._overseers else owner
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not the one served; None is that one."""
@@ -155,10 +167,14 @@ class Service:
                 param="model",
             )
 
+    def check_alive(self) -> None:
+        """Raise a 503 where there is no engine any more."""
+        if not self.worker.is_alive:
+            raise out_of_order()
+
     async def _body(self, request: Request) -> Any:
-        if self.is_draining or not self.worker.is_alive:
-            why = "shutting down" if self.is_draining else "out of order: its engine has failed"
-            raise ApiError(503, f"the server is {why}", headers={"Retry-After": "10"})
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
         return await read_json(request, self.settings.max_body_bytes)
 
     async def _answer(
@@ -223,7 +239,7 @@ class Service:
         seen = _Seen(answer.call, record, self.metrics.watch())
         async for items in _told(ticket):
             seen.take(items)
-        return answer.whole(seen.ordered) | self._numbers(seen)
+        return answer.whole(seen.ordered) | self._numbers(seen, answer)
 
     async def _events(
         self, ticket: Ticket, answer: Answer, record: dict[str, Any]
@@ -237,14 +253,15 @@ class Service:
                 for prompt, chunk, _ in items
                 for body in answer.chunk(prompt * n + chunk.index, chunk)
             ]
-        numbers = self._numbers(seen)
+        numbers = self._numbers(seen, answer)
         if answer.shows_usage:
             yield [answer.last(numbers)]
 
-    def _numbers(self, seen: "_Seen") -> dict[str, Any]:
+    def _numbers(self, seen: "_Seen", answer: Answer) -> dict[str, Any]:
         """Usage, and metrics where they are asked for; the log and the histograms learn too."""
         call, results = seen.call, seen.ordered
-        numbers = usage(results, self._predicting if call.prediction is not None else [])
+        predicting = self._predicting if call.prediction is not None else []
+        numbers = usage(results, predicting, self._num_reasoning(answer, results))
         for result in results:
             self.metrics.ended(result, call.num_choices, call.max_tokens)
         reasons = [output.finish_reason for result in results for output in result.outputs]
@@ -258,6 +275,13 @@ class Service:
         if self.settings.includes_metrics if wanted is None else wanted:
             told |= request_metrics(results, self._num_spec_tokens)
         return told
+
+    def _num_reasoning(self, answer: Answer, results: Sequence[RequestOutput]) -> int:
+        if not (isinstance(answer, ChatAnswer) and answer.reads_thoughts):
+            return 0
+        outputs = [output for result in results for output in result.outputs]
+        tokenizer, is_thinking = self.llm.tokenizer, answer.is_thinking
+        return sum(chat.num_thought_tokens(tokenizer, one, is_thinking) for one in outputs)
 
     @property
     def _num_spec_tokens(self) -> int:
@@ -290,10 +314,12 @@ class _Seen:
 
 
 async def _told(ticket: Ticket) -> AsyncGenerator[list[Item], None]:
-    """What the ticket brings; a failure of the engine becomes a 500."""
+    """What the ticket brings; a failure of the engine becomes a 500, or a 503 where it is gone."""
     try:
         async for items in ticket:
             yield items
+    except EngineGone as error:
+        raise out_of_order() from error
     except EngineFailure as error:
         raise ApiError(500, str(error), code="engine_failure") from error
 

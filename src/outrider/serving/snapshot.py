@@ -1,6 +1,7 @@
 """What the live view shows of an engine: counts since its start, and what it holds now.
 
-Taken between two steps. Nothing in it is text of a request, nor says whose a request is.
+Taken between two steps. Nothing in it is text of a request, nor says whose a request is. Counts
+are of all requests; a single one is told to its owner only.
 """
 
 from contextlib import suppress
@@ -11,16 +12,21 @@ from typing import Any
 from outrider.drafting.source import DraftSource
 from outrider.engine.engine import TARGET, Engine
 from outrider.engine.request import Request
+from outrider.policy.decisions import Decision
 from outrider.results import SourceMetrics
 from outrider.serving.trace import PHASES
+from outrider.serving.worker import is_of
 from outrider.target.base import PAGE_SIZE
 
 MOST_REQUESTS = 32
 MOST_DECISIONS = 40  # a step of 16 requests waits 6 ms for so many
 
 
-def snapshot(engine: Engine, since: int) -> dict[str, Any]:
-    """Counts, and the planner's decisions after a step. Times are seconds."""
+def snapshot(engine: Engine, since: int, owner: str = "") -> dict[str, Any]:
+    """Counts, and the planner's decisions after a step. Times are seconds.
+
+    `owner`: whose requests are listed; "": everybody's.
+    """
     told = engine.metrics
     return {
         "time": perf_counter(),
@@ -35,8 +41,8 @@ def snapshot(engine: Engine, since: int) -> dict[str, Any]:
         "rejections": dict(told.rejection_causes),
         "sources": [_source(engine, source) for source in engine.speculation.sources],
         "kv": _kv(engine),
-        "requests": _requests(engine),
-        "decisions": _decisions(engine, since),
+        "requests": _requests(engine, owner),
+        "decisions": _decisions(engine, since, owner),
     }
 
 
@@ -72,9 +78,21 @@ def _kv(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _requests(engine: Engine) -> dict[str, Any]:
+def shown_decision(decision: Decision, owner: str) -> dict[str, Any]:
+    """A decision with what was chosen for this owner's requests."""
+    told = decision.as_json()
+    told["choices"] = [
+        choice | {"request_id": _number(choice["request_id"])}
+        for choice in told["choices"]
+        if is_of(owner, choice["request_id"])
+    ]
+    return told
+
+
+def _requests(engine: Engine, owner: str) -> dict[str, Any]:
     scheduler, now = engine.scheduler, perf_counter()
-    listed = islice(chain(scheduler.running, scheduler.waiting), MOST_REQUESTS)
+    everyone = chain(scheduler.running, scheduler.waiting)
+    listed = islice((one for one in everyone if is_of(owner, one.request_id)), MOST_REQUESTS)
     return {
         "num_running": len(scheduler.running),
         "max_running": scheduler.max_requests,
@@ -85,7 +103,7 @@ def _requests(engine: Engine) -> dict[str, Any]:
 
 def _request(request: Request, now: float) -> dict[str, Any]:
     return {
-        "id": request.request_id,
+        "id": _number(request.request_id),
         "status": request.status.value,
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_output_tokens": request.num_output_tokens,
@@ -96,7 +114,12 @@ def _request(request: Request, now: float) -> dict[str, Any]:
     }
 
 
-def _decisions(engine: Engine, since: int) -> list[dict[str, Any]]:
+def _decisions(engine: Engine, since: int, owner: str) -> list[dict[str, Any]]:
     """None from a policy that keeps none."""
     after = getattr(engine.planner, "decisions_after", lambda *_: [])
-    return [one.as_json() for one in after(since, MOST_DECISIONS)]
+    return [shown_decision(one, owner) for one in after(since, MOST_DECISIONS)]
+
+
+def _number(request_id: str) -> str:
+    """The name of a request without that of its owner."""
+    return request_id.rpartition("/")[2]

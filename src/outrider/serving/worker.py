@@ -1,7 +1,8 @@
 """One thread takes the engine from step to step; the event loop submits, listens and cancels.
 
 The two meet in queues only: commands go in before each step, what a step said goes back in one
-call of the loop. Nothing that a step raises ends the thread.
+call of the loop. Nothing that a step or a command raises ends the thread. Should it end all the
+same, whoever waits for it is told, and so is whoever comes later.
 """
 
 import asyncio
@@ -11,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError, SourceError
@@ -24,12 +25,20 @@ from outrider.terms import Terms
 logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
+Reply: TypeAlias = tuple[Any, Exception | None]  # to a question: what it found, or why not
 
 PATIENCE = 3  # steps in a row that may fail for a source's sake before requests do
 
 
 class EngineFailure(OutriderError):
     """A step failed and took requests with it; the message says why."""
+
+
+class EngineGone(EngineFailure):
+    """The engine takes nothing any more: no requests, no questions."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has failed and takes no requests")
 
 
 class Item(NamedTuple):
@@ -101,6 +110,8 @@ class Worker:
         self._failures = 0  # steps in a row
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._door = Lock()  # held to put something into the inbox, and to close it for good
+        self._is_closed = False
         self.is_broken = False  # the engine could not even let go of its requests
 
     def start(self) -> None:
@@ -110,7 +121,7 @@ class Worker:
 
     def stop(self) -> None:
         """End after the step that is under way; what is unfinished is aborted."""
-        self._inbox.put(None)
+        self._post(None)
         self._thread.join()
 
     @property
@@ -120,27 +131,60 @@ class Worker:
     def submit(self, submissions: Sequence[Submission], terms: Terms) -> Ticket:
         """Queue prompts that `Engine.check` has passed."""
         ticket = Ticket(submissions, terms)
-        self._inbox.put(partial(self._add, ticket))
+        if not self._post(partial(self._add, ticket)):
+            ticket.fail(EngineGone())
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End what is left of a ticket before the next step; nothing happens if all has ended."""
-        self._inbox.put(partial(self._cancel, ticket))
+        self._post(partial(self._cancel, ticket))
 
     async def ask(self, question: Callable[[], Found]) -> Found:
-        """What the function gives, called in the thread between two steps; it must not raise."""
-        answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        self._inbox.put(lambda: self._tell(answer.set_result, question()))
-        return await answer
+        """What the function gives, called in the thread between two steps.
+
+        Raises:
+            EngineGone: nobody is there to be asked.
+            Exception: whatever the function raises.
+        """
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if not self._post(partial(self._answer, answer, question)):
+            raise EngineGone
+        found, error = await answer
+        if error is not None:
+            raise error
+        return found
+
+    def _post(self, command: Callable[[], None] | None) -> bool:
+        """Hand a command to the thread; False where it obeys no more."""
+        with self._door:
+            if not self._is_closed:
+                self._inbox.put(command)
+            return not self._is_closed
 
     def _run(self) -> None:
-        if self._at_start is not None:
-            self._at_start()
-        while self._obey():
-            if self._engine.has_work and not self.is_broken:
-                self._step()
-        with suppress(Exception):  # the process ends, and with it what could not be ended
-            self._abort(list(self._owners))
+        try:
+            if self._at_start is not None:
+                _guarded(self._at_start)
+            while self._obey():
+                if self._engine.has_work and not self.is_broken:
+                    self._step()
+        except BaseException:
+            logger.exception("the thread of the engine has ended")
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Tell everybody who waits, and let nobody wait any more."""
+        names = list(self._owners)
+        self._give_up()
+        with suppress(Exception), self._engine.lock:  # the thread ends: what cannot be ended stays
+            self._engine.abort(*names)
+        with self._door:
+            self._is_closed = True
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if command is not None:
+                _guarded(command)
 
     def _obey(self) -> bool:
         """Carry out what was asked since the last step, waiting when there is no other work."""
@@ -152,14 +196,24 @@ class Worker:
                 return True
             if command is None:
                 return False
-            command()
+            _guarded(command)
             wait = False
+
+    def _answer(self, answer: "asyncio.Future[Reply]", question: Callable[[], Any]) -> None:
+        reply: Reply = (None, EngineGone())
+        try:
+            if not self.is_broken:
+                reply = (question(), None)
+        except Exception as error:
+            reply = (None, error)
+        finally:
+            self._tell(_settle, answer, reply)
 
     def _add(self, ticket: Ticket) -> None:
         if self.is_broken:
-            self._tell(ticket.fail, EngineFailure("the engine has failed and takes no requests"))
+            self._tell(ticket.fail, EngineGone())
             return
-        names = [str(next(self._ids)) for _ in ticket.submissions]
+        names = [_named(one.params.owner, next(self._ids)) for one in ticket.submissions]
         try:
             with self._engine.lock:
                 for index, (name, asked) in enumerate(zip(names, ticket.submissions, strict=True)):
@@ -206,7 +260,7 @@ class Worker:
             self._failures = 0
             self._hand_out(chunks, perf_counter())
         if self._after_step is not None:
-            self._after_step()
+            _guarded(self._after_step)
 
     def _hand_out(self, chunks: Sequence[StreamChunk], now: float) -> None:
         parts: dict[Ticket, list[Item]] = {}
@@ -248,6 +302,28 @@ class Worker:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop has been closed: nobody listens any more
             self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def is_of(owner: str, request_id: str) -> bool:
+    """Whether a request of a worker's engine is this owner's; all are of "", which needs no key."""
+    return not owner or request_id.startswith(_named(owner, ""))
+
+
+def _named(owner: str, number: object) -> str:
+    return f"{owner}/{number}" if owner else str(number)
+
+
+def _guarded(call: Callable[[], None]) -> None:
+    """Nothing that is done beside the steps may end them."""
+    try:
+        call()
+    except Exception:
+        logger.exception("a call between two steps failed")
+
+
+def _settle(answer: "asyncio.Future[Reply]", reply: Reply) -> None:
+    if not answer.done():  # else whoever asked has gone
+        answer.set_result(reply)
 
 
 def _deliver_all(parts: Sequence[tuple[Ticket, list[Item]]]) -> None:
