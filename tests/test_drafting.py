@@ -191,6 +191,7 @@ def names(config: Any) -> list[str]:
 
 def test_auto_none_sources_and_lists() -> None:
     assert names("auto") == ["lookup", "predicted", "forced"]
+    assert names({"method": "auto"}) == names("auto")
     assert names(None) == []
     mine = ScriptedSource({})
     assert build_sources(mine) == [mine]
@@ -227,6 +228,7 @@ def test_keys_reach_the_sources() -> None:
         ({"method": "lokup"}, ["unknown method 'lokup'", "did you mean 'lookup'?", "draft_model"]),
         ({"method": "lookup", "min_mach": 2}, ["'min_mach'", "'lookup'", "'min_match'?", "Known"]),
         ({"method": "ngram", "suffix_decoding_min_token_prob": 0.1}, ["'ngram'", "Known keys"]),
+        ({"method": "auto", "model": "x"}, ['"auto" takes no keys', 'as ["auto", {…}]']),
         ({"method": "span"}, ["'span' is not available in this version"]),
         ({"method": "dspark"}, ["no dspark drafter ships", "'model'", "outrider train"]),
         ({"method": "deepseek_mtp"}, ["not available in this version"]),

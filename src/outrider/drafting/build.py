@@ -128,10 +128,10 @@ def check_config(config: SpeculativeConfig) -> None:
 
 def _parts(config: Any) -> list[Any]:
     if isinstance(config, Mapping | DraftSource | type):
-        return [config]
+        config = [config]
     if not isinstance(config, Sequence):
         raise ConfigError(f"speculative_config must be an object or a list, got {shown(config)}")
-    return list(config)
+    return ["auto" if part == {"method": "auto"} else part for part in config]
 
 
 def _build(config: Any, around: Surroundings) -> DraftSource:
@@ -265,6 +265,8 @@ def _check_keys(name: str, config: Config, method: Method) -> None:
 
 
 def _unknown_method(method: str) -> str:
+    if method == "auto":
+        return 'the method "auto" takes no keys: for more sources give a list, as ["auto", {…}]'
     if method in PLANNED or method.endswith("_mtp"):
         return f"the method {method!r} is not available in this version; available: {_methods()}"
     near = difflib.get_close_matches(method, METHODS, n=1)
