@@ -4,81 +4,32 @@ import json
 
 import numpy as np
 import pytest
-from fakes import ROOT, FakeTarget, FakeTokenizer, ReplaySource, path_hash
+from chat_cases import (
+    TOKENIZER,
+    USER,
+    WEATHER,
+    SayTarget,
+    both,
+    functions,
+    server_that_says,
+    tools_text,
+    toy_server,
+)
+from fakes import FakeTarget
 from serving_cases import CHAT, COMPLETIONS, asked, make_llm, refusal, serving, streamed
 from toy_models import toy_tokenizer
 
-from outrider import Draft, ScriptedSource
 from outrider.serving.parsers import ChatParser, Said
 from outrider.tokenizer import Tokenizer
 
-BYTES = [b"<eos>", *(bytes([c]) for c in range(1, 256))]
-WORDS = [b"<tool_call>", b"</tool_call>", b"</thi", b"nk>", b'"name": ', b'{"', "日本".encode()[:4]]
-TOKENIZER = FakeTokenizer([*BYTES, *WORDS], special=[0])
-TOY = Tokenizer.from_transformers(toy_tokenizer())
-USER = [{"role": "user", "content": "hi"}]
-WEATHER = {"type": "function", "function": {
-    "name": "weather", "description": "of a city", "parameters": {"type": "object"}}}  # fmt: skip
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
 OTHER = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
-
-
-class SayTarget(FakeTarget):
-    """Says one text after one prompt, and then ends."""
-
-    def __init__(self, prompt: str, text: str, tokenizer=TOKENIZER, eos: int = 0) -> None:
-        super().__init__(96 if eos else len(TOKENIZER.pieces), max_model_len=2048)
-        self.says: dict[int, int] = {}
-        path = ROOT
-        for token in tokenizer.encode(prompt):
-            path = path_hash(path, token)
-        for token in [*tokenizer.encode(text), eos]:
-            self.says[path] = token
-            path = path_hash(path, token)
-
-    def logits_of(self, path: int) -> np.ndarray:
-        logits = super().logits_of(path)
-        if path in self.says:
-            logits[self.says[path]] = 1000.0
-        return logits
-
-
-def server_that_says(text: str, prompt: str = "user, hi\n", drafts: int = 7, **settings):
-    """Drafts come in blocks, so that tags and characters are divided anyhow."""
-    outputs = {str(call): [*TOKENIZER.encode(text), 0] for call in range(9)}
-    source = ReplaySource(outputs, num_tokens=drafts)
-    target = SayTarget(prompt, text)
-    return serving(make_llm(source, target=target, tokenizer=TOKENIZER), **settings)
-
-
-def both(client, **body) -> tuple[dict, dict, list[dict]]:
-    """(choice, the same put together from a stream, its deltas)."""
-    [choice] = asked(client, CHAT, **body)["choices"]
-    chunks = streamed(client, CHAT, **body)
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    message = {"role": deltas[0]["role"]}
-    for key in ("content", "reasoning_content"):
-        joined = "".join(delta.get(key) or "" for delta in deltas)
-        if key in choice["message"]:
-            message[key] = joined or choice["message"][key]
-            assert joined == (choice["message"][key] or "")
-    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in calls] == list(range(len(calls)))
-    end = chunks[-1]["choices"][0]["finish_reason"]
-    found = {"message": message, "finish_reason": end, "calls": calls}
-    return choice, found, deltas
-
-
-def functions(calls: list[dict]) -> list[dict]:
-    assert len({call["id"] for call in calls}) == len(calls)
-    assert {call["type"] for call in calls} <= {"function"}
-    return [call["function"] for call in calls]
+TOOLS = f"system, {tools_text(WEATHER)}\nuser, hi\n"
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 8])
 def test_tool_calls_are_read_from_text_and_stream(drafts):  # B29
-    system = TOOLS_TEXT()
-    with server_that_says(f"Let me see. \n{CALL}{OTHER}", system, drafts) as client:
+    with server_that_says(f"Let me see. \n{CALL}{OTHER}", TOOLS, drafts) as client:
         body = {"messages": USER, "tools": [WEATHER], "temperature": 0}
         choice, stream, _ = both(client, **body)
     expected = [
@@ -90,15 +41,8 @@ def test_tool_calls_are_read_from_text_and_stream(drafts):  # B29
     assert choice["finish_reason"] == stream["finish_reason"] == "tool_calls"
 
 
-def TOOLS_TEXT() -> str:
-    from outrider.serving.chat import TOOLS_PROMPT
-
-    told = TOOLS_PROMPT.format(tools=json.dumps(WEATHER))
-    return f"system, {told}\nuser, hi\n"
-
-
 def test_one_block_may_close_a_call_and_open_the_next():  # B29
-    with server_that_says(OTHER + OTHER, TOOLS_TEXT(), 64) as client:
+    with server_that_says(OTHER + OTHER, TOOLS, 64) as client:
         body = {"messages": USER, "tools": [WEATHER], "temperature": 0}
         choice, stream, deltas = both(client, **body)
     assert len(functions(choice["message"]["tool_calls"])) == 2
@@ -116,7 +60,7 @@ def test_without_tools_the_text_stays_text():
 
 def test_what_only_looks_like_a_call_is_content():
     text = "<tool_call>{no json}</tool_call> and <tool_call> 5"
-    with server_that_says(text, TOOLS_TEXT()) as client:
+    with server_that_says(text, TOOLS) as client:
         choice, stream, _ = both(client, messages=USER, tools=[WEATHER], temperature=0)
     assert choice["message"]["content"] == text == stream["message"]["content"]
     assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
@@ -274,19 +218,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-
-
-def toy_server(text: str = "", prompt: str = "hi", **settings):
-    """Says a text where the grammar lets it, else random letters; drafts cross every border."""
-    pytest.importorskip("llguidance")
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer = Tokenizer.from_transformers(toy_tokenizer(template))
-    target = SayTarget(prompt, text, TOY, 2) if text else FakeTarget(96)
-    source = ScriptedSource(
-        lambda context: Draft(TOY.encode(text)[len(context.token_ids) - 2 :][:7])
-    )
-    llm = make_llm(source, target=target, tokenizer=tokenizer, eos_token_ids=2)
-    return serving(llm, **settings)
 
 
 @pytest.mark.parametrize("stream", [False, True])

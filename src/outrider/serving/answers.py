@@ -154,12 +154,8 @@ class ChatAnswer(Answer[ChatCall]):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    @property
-    def reads_calls(self) -> bool:
-        return bool(self.call.tools) and self.call.tool_choice != "none"
-
     def _parser(self) -> ChatParser:
-        return ChatParser(self.reads_thoughts, self.reads_calls, self.is_thinking)
+        return ChatParser(self.reads_thoughts, self.call.calls_tools, self.is_thinking)
 
     def _choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         parser = self._parser()

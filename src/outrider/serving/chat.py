@@ -10,7 +10,6 @@ from outrider.errors import PromptError
 from outrider.prompts import PromptReader, Submission
 from outrider.results import CompletionOutput
 from outrider.sampling_params import SamplingParams
-from outrider.serving.errors import ApiError
 from outrider.serving.parsers import CALL, END_CALL, END_THINK, THINK
 from outrider.serving.protocol import ChatCall
 
@@ -21,29 +20,6 @@ TOOLS_PROMPT = (
     "To call one, write its name and arguments as JSON between tags:\n"
     '<tool_call>\n{{"name": NAME, "arguments": ARGUMENTS}}\n</tool_call>'
 )
-
-
-def check_tools(call: ChatCall) -> None:
-    """Refuse what a model cannot be made to do without constraining its words.
-
-    Raises:
-        ApiError: 400.
-    """
-    choice = call.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise ApiError(
-            400,
-            f'tool_choice must be "auto" or "none": calls cannot be forced, got {shown(choice)}',
-            param="tool_choice",
-        )
-    if call.parallel_tool_calls is False and call.tools:
-        raise ApiError(
-            400,
-            "parallel_tool_calls: false is not served: calls cannot be limited",
-            param="parallel_tool_calls",
-        )
-    if any(tool.function.strict for tool in call.tools or ()):
-        raise ApiError(400, "strict functions are not served", param="tools")
 
 
 def read(
@@ -89,9 +65,9 @@ def num_thought_tokens(tokenizer: Any, output: CompletionOutput, is_thinking: bo
 
 
 def _tools(call: ChatCall) -> list[dict[str, Any]] | None:
-    if not call.tools or call.tool_choice == "none":
+    if not call.calls_tools:
         return None
-    return [tool.model_dump(exclude_none=True) for tool in call.tools]
+    return [tool.model_dump(exclude_none=True) for tool in call.tools or ()]
 
 
 def _with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:

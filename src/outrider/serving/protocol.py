@@ -14,7 +14,13 @@ from outrider.checks import shown, token_ids
 from outrider.errors import PromptError, SamplingError
 from outrider.sampling_params import SamplingParams
 from outrider.serving.errors import ApiError
-from outrider.serving.structure import structured_outputs
+from outrider.serving.structure import (
+    Signature,
+    answer_rules,
+    call_rules,
+    structured_outputs,
+    whole,
+)
 from outrider.terms import Terms
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat goes on to its end
@@ -143,6 +149,20 @@ class Call(_Part):
         }
         return Terms(**{name: value for name, value in given.items() if value is not None})
 
+    @property
+    def form(self) -> Mapping[str, Any] | None:
+        """What the answer follows, as `SamplingParams.structured_outputs`.
+
+        Raises:
+            ApiError: an unknown format, or two of them.
+        """
+        return structured_outputs(self.response_format, self.structured_outputs)
+
+    @property
+    def rules(self) -> str | None:
+        """The same as rules that thoughts may be put before; None where there is no way to."""
+        return None if self.form is None else answer_rules(self.form)
+
     def sampling(self, owner: str, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """How tokens are chosen.
 
@@ -156,7 +176,7 @@ class Call(_Part):
             logprobs=logprobs,
             logit_bias=_bias(self.logit_bias),
             prediction=_predicted(self.prediction),
-            structured_outputs=structured_outputs(self.response_format, self.structured_outputs),
+            structured_outputs=self.form,
             owner=owner,
             **given,
         )
@@ -211,6 +231,45 @@ class ChatCall(Call):
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def form(self) -> Mapping[str, Any] | None:
+        rules = self._call_rules(is_behind_thoughts=False)
+        return super().form if rules is None else whole(rules)
+
+    @property
+    def rules(self) -> str | None:
+        rules = self._call_rules(is_behind_thoughts=True)
+        return super().rules if rules is None else rules
+
+    def _call_rules(self, is_behind_thoughts: bool) -> str | None:
+        """Rules for the calls of tools; None where the model is free to say what it wants.
+
+        Raises:
+            ApiError: a choice that is none, or that names no tool.
+        """
+        choice, form = self.tool_choice, super().form
+        named = None if choice in (None, "auto", "none", "required") else _named_function(choice)
+        if choice == "required" or named is not None:
+            known = [tool.function.name for tool in self.tools or ()]
+            if not known or named not in (None, *known):
+                said = f"{shown(choice)} needs {'that tool' if named else 'tools'}"
+                raise ApiError(400, f"tool_choice: {said}, got {shown(known)}", param="tool_choice")
+        if not self.calls_tools or (form is not None and "grammar" in form):
+            return None
+        functions = [one.function for one in self.tools or () if named in (None, one.function.name)]
+        is_forced = choice == "required" or named is not None
+        is_one = named is not None or self.parallel_tool_calls is False
+        if not (is_forced or is_one or form or any(one.strict for one in functions)):
+            return None
+        signatures = [
+            Signature(one.name, one.parameters, is_forced or bool(one.strict)) for one in functions
+        ]
+        return call_rules(signatures, is_forced, is_one, form, is_behind_thoughts)
 
     def params(self, owner: str) -> SamplingParams:
         most, older = self.max_completion_tokens, self.max_tokens
@@ -283,6 +342,20 @@ def _path(places: Sequence[str | int], body: Any, names_absent: bool) -> str:
                 continue
         found.append(str(place))
     return ".".join(found)
+
+
+def _named_function(choice: Any) -> str:
+    """The name in OpenAI's {"type": "function", "function": {"name": …}}."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice != {"type": "function", "function": {"name": name}} or not isinstance(name, str):
+        raise ApiError(
+            400,
+            'tool_choice must be "auto", "none", "required" or a function with its name, '
+            f"got {shown(choice)}",
+            param="tool_choice",
+        )
+    return name
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

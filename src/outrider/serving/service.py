@@ -125,7 +125,6 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         call = parse(ChatCall, await self._body(request))
-        chat.check_tools(call)
         answer = ChatAnswer(call, self.model, new_id("chatcmpl"))
         answer.reads_thoughts = self.settings.reasoning_parser is not None
         return await self._answer(request, call, answer, 1)
@@ -206,10 +205,8 @@ class Service:
         if isinstance(answer, ChatAnswer):
             found = [chat.read(prompts, self.llm.tokenizer, answer.call, params)]
             answer.is_thinking = chat.is_thinking(found[0].text)
-            if answer.reads_thoughts and params.structured_outputs is not None:
-                params.structured_outputs = behind_thoughts(
-                    params.structured_outputs, answer.is_thinking
-                )
+            if answer.reads_thoughts and (rules := answer.call.rules) is not None:
+                params.structured_outputs = behind_thoughts(rules, answer.is_thinking)
         else:
             assert isinstance(answer, CompletionAnswer)
             special = answer.call.add_special_tokens is not False

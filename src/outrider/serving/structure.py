@@ -1,13 +1,20 @@
-"""From `response_format` to the grammar that an answer follows, behind its thoughts."""
+"""From `response_format` and tools to the grammar that an answer follows, behind its thoughts.
+
+Rules are in Lark's notation, as llguidance reads it; the one named `answer` is the whole answer.
+"""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from outrider.checks import shown
+from outrider.grammar import JSON_OPTIONS
 from outrider.serving.errors import ApiError
-from outrider.serving.parsers import END_THINK, THINK
+from outrider.serving.parsers import CALL, END_CALL, END_THINK, THINK
 
+OBJECT = {"type": "object"}
+NO_PARAMETERS = OBJECT | {"additionalProperties": False}
+BLANK = r"[ \n]"
 THOUGHTS = r"(.|\n)*" + END_THINK.replace("/", r"\/")
 
 
@@ -38,29 +45,97 @@ def structured_outputs(
     )
 
 
-def behind_thoughts(given: Mapping[str, Any], is_thinking: bool) -> Mapping[str, Any]:
-    """The grammar of an answer that may think first, or that has already begun to.
+class Signature(NamedTuple):
+    """One function that may be called; without parameters it takes none."""
 
-    A grammar in Lark's notation is left as it is: whoever writes one can name the thoughts.
+    name: str
+    parameters: Mapping[str, Any] | None
+    is_enforced: bool  # the arguments follow the schema; else they are any object
+
+
+def call_rules(
+    functions: Sequence[Signature],
+    is_forced: bool,
+    is_one: bool,
+    form: Mapping[str, Any] | None,
+    is_behind_thoughts: bool,
+) -> str:
+    """An answer that calls functions, as `ChatParser` reads it.
+
+    Args:
+        is_forced: it is nothing but calls; else words may stand before, between and behind them.
+        is_one: one call at most, and nothing behind it.
+        form: what the words follow that stand there instead of calls.
+        is_behind_thoughts: words that begin like thoughts are none.
     """
-    [(kind, value)] = given.items()
-    if kind == "grammar":
-        return given
-    begin = "" if is_thinking else THINK
-    start = "thoughts blank answer" if is_thinking else "(thoughts blank)? answer"
+    spoken = rf" & ~/{BLANK}*{THINK}(.|\n)*/" if is_behind_thoughts else ""
+    calls = "call" if is_one else "call (blank call)*"
+    if is_forced:
+        answer = calls
+    elif form is not None:
+        answer = f"{calls} | {_rule(form)}"
+    else:
+        answer = "WORDS | opened" if is_one else "opened* WORDS"
+    names = [f"function_{index}" for index in range(len(functions))]
+    rules = [
+        f"answer: {answer}",
+        f"call: {_text(CALL)} called",
+        "opened: opening called",
+        "opening[lazy]: OPENING",
+        f"OPENING: /(.|\\n)*{CALL}/{spoken}",
+        f"WORDS: /(.|\\n)*/{spoken}",
+        f"blank: /{BLANK}{{0,4}}/",
+        f'called: "\\n" ({" | ".join(names)}) {_text(chr(10) + END_CALL)}',
+        *(f"{name}: {_call(one)}" for name, one in zip(names, functions, strict=True)),
+    ]
+    return "\n".join(rules) + "\n"
+
+
+def whole(rules: str) -> Mapping[str, Any]:
+    """Rules as `structured_outputs` of `SamplingParams`."""
+    return {"grammar": f"start: answer\n{rules}"}
+
+
+def behind_thoughts(rules: str, is_thinking: bool) -> Mapping[str, Any]:
+    """Rules of an answer that may think first, or that has already begun to."""
+    begin = "" if is_thinking else f"{BLANK}{{0,4}}{THINK}"
+    start = "thoughts pause answer" if is_thinking else "(thoughts pause)? answer"
     return {
         "grammar": f"start: {start}\n"
         f"thoughts[lazy]: /{begin}{THOUGHTS}/\n"
-        "blank: /[ \\n]{0,4}/\n"
-        f"answer: {_rule(kind, value)}\n"
+        f"pause: /{BLANK}{{0,4}}/\n"
+        f"{rules}"
     }
 
 
-def _rule(kind: str, value: Any) -> str:
+def answer_rules(form: Mapping[str, Any]) -> str | None:
+    """Rules of an answer in this form of `structured_outputs`.
+
+    None for a grammar in Lark's notation: whoever writes one can name the thoughts.
+    """
+    return None if "grammar" in form else f"answer: {_rule(form)}\n"
+
+
+def _rule(form: Mapping[str, Any]) -> str:
+    [(kind, value)] = form.items()
     if kind == "regex":
         return "/" + str(value).replace("/", r"\/") + "/"
     if kind == "choice":
-        return " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-    if kind == "json_object":
-        value = {"type": "object"}
-    return "%json " + (value if isinstance(value, str) else json.dumps(value))
+        return " | ".join(map(_text, value))
+    return _json(OBJECT if kind == "json_object" else value)
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, str):  # it is read where the grammar is
+        return f"%json {schema}"
+    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS} | dict(schema))
+
+
+def _call(function: Signature) -> str:
+    given = NO_PARAMETERS if function.parameters is None else function.parameters
+    begin = f'{{"name": {_text(function.name)}, "arguments": '
+    return f"{_text(begin)} {_json(given if function.is_enforced else OBJECT)} {_text('}')}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
