@@ -13,7 +13,7 @@ import pytest
 from fakes import ALPHABET, FakeTarget, FakeTokenizer
 
 import outrider
-from outrider import LLM, Draft, SamplingParams, ScriptedSource
+from outrider import LLM, Draft, DraftSource, SamplingParams, ScriptedSource
 from outrider.drafting.build import METHODS, PLANNED
 from outrider.errors import ConfigError, PromptError, SamplingError
 
@@ -351,6 +351,32 @@ def test_a_wrong_config_is_refused_before_a_model_is_looked_for():
             LLM("no/such/model", speculative_config=config)
     with pytest.raises(ConfigError, match="max_num_seqs"):
         LLM("no/such/model", max_num_seqs=0)
+
+
+class FeatureReader(DraftSource):
+    """Wants the features of both layers: 2 × 4 numbers of 4 bytes a token, beside 8 bytes of KV."""
+
+    name = "reader"
+    target_layer_ids = (0, 1)
+
+    def propose(self, contexts, budgets):
+        return [Draft() for _ in contexts]
+
+
+@pytest.mark.parametrize(
+    ("sources", "keeps", "token_bytes"),
+    [([], True, 8), ([FeatureReader()], True, 40), ([FeatureReader()], False, 8),
+     ([FeatureReader(), FeatureReader()], True, 40)],
+)  # fmt: skip
+def test_features_that_are_kept_count_as_memory(monkeypatch, sources, keeps, token_bytes):
+    monkeypatch.setattr("outrider.llm._memory_bytes", lambda _: 4096 * token_bytes)
+    monkeypatch.setattr("outrider.llm._free_bytes", lambda _: 4 * 512 * token_bytes)
+    options = {"speculative_config": sources or None, "enable_prefix_caching": keeps}
+    with pytest.raises(ConfigError, match=f"at most 4096, .* {token_bytes} bytes a token"):
+        make_llm(**options, kv_cache_tokens=4097)
+    assert make_llm(**options, kv_cache_tokens=4096).engine.arena.num_pages == 256
+    # A quarter of what is free holds 512 tokens.
+    assert make_llm(**options, kv_cache_tokens=None).engine.arena.num_pages == 32
 
 
 def test_one_id_may_end_a_text():

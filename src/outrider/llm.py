@@ -14,7 +14,9 @@ import torch
 from outrider.checks import boolean, integer, shown, token_ids
 from outrider.drafting.build import SpeculativeConfig, build_sources, check_config, split_rule
 from outrider.drafting.methods import METHODS
+from outrider.drafting.source import DraftSource
 from outrider.engine.engine import Engine, check_sizes
+from outrider.engine.speculation import layers_read
 from outrider.engine.verification import make_verifier
 from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
 from outrider.policy.live import LivePolicy
@@ -119,14 +121,16 @@ class LLM:
         self.target: Target = target
         self.tokenizer: Any = tokenizer  # a Tokenizer, or anything with its methods
         self.eos_token_ids = tuple(eos_token_ids or ())
+        sources = build_sources(
+            speculative_config, _draft_model_loader(dtype, device), rule, self.tokenizer
+        )
+        token_bytes = _token_bytes(target, sources, enable_prefix_caching)
         if kv_cache_tokens is None:
-            kv_cache_tokens = _default_kv_tokens(target, max_num_seqs, max_model_len)
-        _check_memory(target, kv_cache_tokens)
+            kv_cache_tokens = _default_kv_tokens(target, token_bytes, max_num_seqs, max_model_len)
+        _check_memory(target, token_bytes, kv_cache_tokens)
         self.engine = Engine(
             target,
-            build_sources(
-                speculative_config, _draft_model_loader(dtype, device), rule, self.tokenizer
-            ),
+            sources,
             verifier=make_verifier(rule, self.eos_token_ids),
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
@@ -138,10 +142,10 @@ class LLM:
             seed=seed,
             reuse_prefixes=enable_prefix_caching,
         )
-        sources = [source.name for source in self.engine.speculation.sources]
+        names = [source.name for source in self.engine.speculation.sources]
         if is_ours and policy is None:
             self.engine.measure_costs()
-        self.rules = LivePolicy(document, {*METHODS, *sources})
+        self.rules = LivePolicy(document, {*METHODS, *names})
         self.engine.speculation.rules = self.rules
         self.prompts = PromptReader(self.tokenizer)
         self._ids = itertools.count()
@@ -360,13 +364,20 @@ def _eos_ids(given: Any) -> list[int]:
     return token_ids("eos_token_ids", given)
 
 
-def _check_memory(target: Target, kv_cache_tokens: int) -> None:
+def _token_bytes(target: Target, sources: Sequence[DraftSource], keeps_features: bool) -> int:
+    """What a token takes in the KV cache, with the features that drafters want of known texts."""
+    layers = layers_read(sources, target.num_layers)
+    feature_bytes = len(layers) * target.hidden_size * target.dtype.itemsize
+    return target.kv_bytes_per_token + (feature_bytes if keeps_features else 0)
+
+
+def _check_memory(target: Target, token_bytes: int, kv_cache_tokens: int) -> None:
     """Refuse a KV cache that the machine could not hold even if it were empty."""
-    most = _memory_bytes(target.device) // max(1, target.kv_bytes_per_token)
+    most = _memory_bytes(target.device) // max(1, token_bytes)
     if kv_cache_tokens > most:
         raise ConfigError(
             f"kv_cache_tokens must be at most {most}, which is all the memory there is at "
-            f"{target.kv_bytes_per_token} bytes a token, got {kv_cache_tokens}"
+            f"{token_bytes} bytes a token, got {kv_cache_tokens}"
         )
 
 
@@ -376,10 +387,12 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _default_kv_tokens(target: Target, max_num_seqs: int, max_model_len: int | None) -> int:
+def _default_kv_tokens(
+    target: Target, token_bytes: int, max_num_seqs: int, max_model_len: int | None
+) -> int:
     """Full length for every request, within a share of the free memory, but one full text."""
     length = min(max_model_len or target.max_model_len, target.max_model_len)
-    affordable = int(KV_SHARE * _free_bytes(target.device)) // max(1, target.kv_bytes_per_token)
+    affordable = int(KV_SHARE * _free_bytes(target.device)) // max(1, token_bytes)
     return max(length, PAGE_SIZE, min(max_num_seqs * length, affordable))
 
 

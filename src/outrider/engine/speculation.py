@@ -64,6 +64,17 @@ def _check_source(source: object, num_layers: int) -> None:
         integer(f"a layer in target_layer_ids {what}", layer, -1, num_layers - 1)
 
 
+def layers_read(sources: Sequence[DraftSource], num_layers: int) -> tuple[int, ...]:
+    """Layers of the target, of so many, whose features any of the sources reads; in order.
+
+    Raises:
+        ConfigError: the engine could not work with a source.
+    """
+    for source in sources:
+        _check_source(source, num_layers)
+    return tuple(sorted({layer for source in sources for layer in source.target_layer_ids}))
+
+
 def _with_distinct_names(sources: Sequence[DraftSource]) -> list[DraftSource]:
     seen: dict[str, int] = {}
     for source in sources:
@@ -98,8 +109,7 @@ class Speculation:
         is_strict: bool = False,
     ) -> None:
         """`needs_probs`: the accept rule computes with the probabilities that drafts carry."""
-        for source in sources:
-            _check_source(source, target.num_layers)
+        self.layer_ids = layers_read(sources, target.num_layers)
         self.sources = _with_distinct_names(sources)
         self.planner = planner
         self.rules: Rules = AllowAll()
@@ -107,8 +117,6 @@ class Speculation:
         self.vocab_size = target.vocab_size
         self.arena = arena
         self._needs_probs = needs_probs
-        wanted = [layer for source in self.sources for layer in source.target_layer_ids]
-        self.layer_ids = tuple(sorted(set(wanted)))
         self._by_name = {source.name: source for source in self.sources}
         self._features: dict[tuple[str, str], list[torch.Tensor]] = {}
         self._kinds: set[str] = {""}
