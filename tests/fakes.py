@@ -24,6 +24,13 @@ def path_hash(parent: int, token: int) -> int:
     return z ^ (z >> 29)
 
 
+def path_hashes(parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """`path_hash` of many, uint64 [n]."""
+    z = parents * np.uint64(0x9E3779B97F4A7C15) + tokens.astype(np.uint64) + np.uint64(1)
+    z = (z ^ (z >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+    return z ^ (z >> np.uint64(29))
+
+
 class FakeTarget:
     """Logits are a hash of the token path; every KV slot remembers whose it is.
 
@@ -97,11 +104,15 @@ class FakeTarget:
         context = int(batch.context_lens[index])
         logical = np.arange(context + end - start)
         slots = batch.page_tables[index][logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE
-        path = ROOT
-        for place, slot in enumerate(slots[:context].tolist()):
-            assert self.slot_position[slot] == place, (index, place, self.slot_position[slot])
-            path = path_hash(path, int(self.slot_token[slot]))
-            assert int(self.slot_hash[slot]) == path, f"slot of position {place}: another path"
+        old = slots[:context]
+        assert (self.slot_position[old] == logical[:context]).all(), (
+            index,
+            self.slot_position[old],
+        )
+        hashes = np.concatenate([[np.uint64(ROOT)], self.slot_hash[old]])
+        breaks = np.flatnonzero(path_hashes(hashes[:-1], self.slot_token[old]) != hashes[1:])
+        assert not len(breaks), f"slot of position {breaks[0]}: another path"
+        path = int(hashes[-1])
         found: list[int] = []
         for row in range(start, end):
             parent = int(batch.parents[row])

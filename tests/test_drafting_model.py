@@ -256,13 +256,19 @@ def decode(sources: list[DraftSource], kv_cache_tokens: int) -> dict[str, Reques
     return run(engine, {})
 
 
+@pytest.fixture(scope="module")
+def plain() -> dict[str, RequestOutput]:
+    """Plain decoding of the same requests."""
+    return decode([], 2048)
+
+
 @pytest.mark.parametrize("kv_cache_tokens", [2048, 80])  # the second preempts most of them
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_source_gives_the_plain_text_and_its_memory_back(
-    name: str, kv_cache_tokens: int
+    name: str, kv_cache_tokens: int, plain: dict[str, RequestOutput]
 ) -> None:
     sources = SOURCES[name]()
-    plain, fast = decode([], 2048), decode(sources, kv_cache_tokens)
+    fast = decode(sources, kv_cache_tokens)
     for request_id, result in plain.items():
         for choice, expected in zip(fast[request_id].outputs, result.outputs, strict=True):
             assert choice.token_ids == expected.token_ids
