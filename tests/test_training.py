@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_cases import SHAPES, quiet_torch, toy_recipe, write_data, write_target
+from train_cases import (
+    SHAPES,
+    quiet_torch,
+    toy_recipe,
+    write_all_features,
+    write_data,
+    write_target,
+)
 
 from outrider.checkpoints import load_drafter
 from outrider.drafters.base import Guesses
@@ -34,10 +41,9 @@ from outrider.training.features import (
     FeatureShards,
     LiveFeatures,
     feature_reader,
-    open_features,
-    write_features,
 )
 from outrider.training.log import Log, read_log
+from outrider.training.plot import draw_curve
 from outrider.training.recipe import read_recipe, recipe_of
 from outrider.training.run import Inputs, Pace, Run
 from outrider.training.world import StopSignals
@@ -50,11 +56,14 @@ TIMES = ("seconds",)
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("training")
-    return {"model": write_target(root / "model"), "data": write_data(root / "data")}
+    model, data = write_target(root / "model"), write_data(root / "data")
+    features = write_all_features(root / "features", model, Data(data))
+    return {"model": model, "data": data, "features": features}
 
 
 def inputs(places: dict[str, Path], directory: Path, **more: Any) -> Inputs:
-    return Inputs(places["data"], directory, model=str(places["model"]), **more)
+    read = {"features": places["features"], "model": str(places["model"])}
+    return Inputs(places["data"], directory, **(read | more))
 
 
 def trained(run: Run, stop_at: int | None = None, pace: Pace = PACE) -> Run:
@@ -89,7 +98,13 @@ def test_every_algorithm_learns_and_is_saved(algorithm, places, tmp_path) -> Non
     assert loaded.config["provenance"]["step"] == 12
     assert result.held_out is not None and result.held_out.acceptance_length >= 1
     assert set(result.held_out.by_category) <= {"chat", "code"}
-    assert result.curve is not None and result.curve.stat().st_size > 1000
+    assert result.curve == tmp_path / "run" / "curve.png"
+
+
+def test_the_log_of_a_run_is_drawn(places, tmp_path) -> None:
+    trained(Run(recipe_of(toy_recipe()), inputs(places, tmp_path / "run")))
+    curve = draw_curve(tmp_path / "run")
+    assert curve == tmp_path / "run" / "curve.png" and curve.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 5])
@@ -150,7 +165,7 @@ def test_another_recipe_or_other_data_is_refused(places, tmp_path) -> None:
         Run(other, inputs(places, tmp_path / "run"))
     more = write_data(tmp_path / "more", num_shards=3)
     with pytest.raises(DataError, match="num_texts was 20, is 30"):
-        Run(recipe, replace(inputs(places, tmp_path / "run"), data=more))
+        Run(recipe, replace(inputs(places, tmp_path / "run", features=None), data=more))
 
 
 def test_a_damaged_state_is_one_sentence(places, tmp_path) -> None:
@@ -204,7 +219,7 @@ def test_values_that_cannot_be_are_refused(change, message, places, tmp_path) ->
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(toy_recipe()))
     with pytest.raises((ConfigError, DataError), match=message):
-        Run(read_recipe(recipe, [change]), inputs(places, tmp_path / "run"))
+        Run(read_recipe(recipe, [change]), inputs(places, tmp_path / "run", features=None))
     assert not (tmp_path / "run" / STATE).exists()
 
 
@@ -252,25 +267,13 @@ def test_data_of_another_tokenizer_and_ids_beyond_the_vocabulary(places, tmp_pat
 # ---- features
 
 
-@pytest.fixture(scope="module")
-def features(places, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("features")
-    reader = feature_reader(load_model(str(places["model"])), (0, 1, 2))
-    data = Data(places["data"])
-    about = {"layer_ids": [0, 1, 2], "hidden_size": 32, "target": "model"}
-    open_features(directory, data, about)
-    assert sum(write_features(reader, data, directory)) == data.num_tokens
-    open_features(directory, data, about)
-    return directory
-
-
 @pytest.mark.parametrize("algorithm", ["dspark", "mtp", "pard"])
 def test_losses_are_the_same_with_features_on_disk_and_on_the_way(
-    algorithm, places, features, tmp_path
+    algorithm, places, tmp_path
 ) -> None:
     recipe = recipe_of(toy_recipe(algorithm, steps=3))
-    trained(Run(recipe, inputs(places, tmp_path / "live")))
-    trained(Run(recipe, inputs(places, tmp_path / "disk", features=features)))
+    trained(Run(recipe, inputs(places, tmp_path / "live", features=None)))
+    trained(Run(recipe, inputs(places, tmp_path / "disk")))
     assert log_of(tmp_path / "live") == log_of(tmp_path / "disk")
 
 
@@ -292,8 +295,8 @@ def test_features_are_the_targets_own_outputs(places) -> None:
     assert torch.equal(found.best.long(), whole.logits[0].argmax(-1))
 
 
-def test_layers_that_are_absent_and_other_data_are_refused(places, features, tmp_path) -> None:
-    data = Data(places["data"])
+def test_layers_that_are_absent_and_other_data_are_refused(places, tmp_path) -> None:
+    data, features = Data(places["data"]), places["features"]
     with pytest.raises(DataError, match=r"holds the layers \[0, 1, 2\], and \[-1\] are asked"):
         FeatureShards(features, data, (0, -1))
     data.header["id"] = "another"

@@ -11,7 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toy_models import FAMILIES, toy_model, toy_tokenizer
-from train_cases import TEMPLATE, quiet_torch, toy_recipe, write_data, write_target
+from train_cases import (
+    TEMPLATE,
+    quiet_torch,
+    toy_recipe,
+    write_all_features,
+    write_data,
+    write_target,
+)
 
 from outrider.checkpoints import load_drafter, save_drafter
 from outrider.errors import ConfigError, DataError, ModelError, TrainingError
@@ -23,8 +30,6 @@ from outrider.training.features import (
     LAYOUTS,
     feature_reader,
     feature_source,
-    open_features,
-    write_features,
 )
 from outrider.training.hold import held
 from outrider.training.log import Log, read_log
@@ -42,13 +47,9 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("training")
-    found = {"model": write_target(root / "model"), "data": write_data(root / "data")}
-    data, loaded = Data(found["data"]), load_model(str(found["model"]))
-    about = {"layer_ids": [0, 1, 2], "hidden_size": 32, "target": "model"}
-    open_features(root / "features", data, about)
-    for _ in write_features(feature_reader(loaded, (0, 1, 2)), data, root / "features"):
-        pass
-    return found | {"features": root / "features"}
+    model, data = write_target(root / "model"), write_data(root / "data")
+    features = write_all_features(root / "features", model, Data(data))
+    return {"model": model, "data": data, "features": features}
 
 
 def inputs(places: dict[str, Path], directory: Path, **more: Path) -> Inputs:
@@ -216,7 +217,7 @@ def finished(places: dict[str, Path], directory: Path, **changes: object) -> Run
     recipe = toy_recipe(steps=2)
     recipe["drafter"] |= {k: v for k, v in changes.items() if k in DRAFTER}
     recipe |= {k: v for k, v in changes.items() if k not in DRAFTER}
-    run = Run(recipe_of(recipe), inputs(places, directory))
+    run = Run(recipe_of(recipe), inputs(places, directory, features=places["features"]))
     for _ in run.steps(Pace(), StopSignals()):
         pass
     run.finish({})
@@ -231,25 +232,31 @@ def test_any_vocabulary_is_trained_and_judged(size: int, places, tmp_path) -> No
     assert run.drafter.d2t.tolist() == sorted(run.drafter.d2t.tolist())
 
 
+@pytest.fixture(scope="module")
+def begun(places, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has made no step yet."""
+    directory = tmp_path_factory.mktemp("begun") / "run"
+    chosen = inputs(places, directory, features=places["features"])
+    return Run(recipe_of(toy_recipe(steps=2)), chosen)
+
+
 @pytest.mark.parametrize(
     "key", ["recipe", "step", "num_tokens", "drafter", "optimizers", "pending"]
 )
 @pytest.mark.parametrize("value", [None, "x", -1, 99, [], {}])
-def test_states_that_are_damaged(key: str, value: object, places, tmp_path) -> None:
-    run = Run(recipe_of(toy_recipe(steps=2)), inputs(places, tmp_path / "run"))
-    state = run.trainer.state()
+def test_states_that_are_damaged(key: str, value: object, begun: Run) -> None:
+    state = begun.trainer.state()
     if state[key] == value or (key, value) in (("num_tokens", 99), ("pending", {})):
         return  # harmless
     with pytest.raises(TrainingError, match=r"is none of a run, or damaged|another recipe"):
-        run.trainer.load_state(state | {key: value})
+        begun.trainer.load_state(state | {key: value})
 
 
 @pytest.mark.parametrize("state", [torch.zeros(3), [], "x", {}, 5])
-def test_states_of_something_else(state: object, places, tmp_path) -> None:
-    run = Run(recipe_of(toy_recipe(steps=2)), inputs(places, tmp_path / "run"))
-    torch.save(state, tmp_path / "run" / "state.pt")
+def test_states_of_something_else(state: object, begun: Run) -> None:
+    torch.save(state, begun.inputs.directory / "state.pt")
     with pytest.raises(TrainingError, match="is none of a run, or damaged"):
-        Run(run.recipe, run.inputs)
+        Run(begun.recipe, begun.inputs)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ import pytest
 import torch
 from toy_models import VOCAB, toy_model, toy_tokenizer
 
-from outrider.training.dataset import Sample, write_header, write_shard
+from outrider.target.load import load_model
+from outrider.training import run
+from outrider.training.dataset import Data, Sample, write_header, write_shard
+from outrider.training.features import feature_reader, open_features, write_features
 
 TEMPLATE = (
     "{% for m in messages %}{{ '(user)' if m.role == 'user' else '(other)' }}{{ m.content }}<eos>"
@@ -73,10 +76,21 @@ def write_data(directory: Path, num_shards: int = 2, texts: int = 10) -> Path:
     return directory
 
 
+def write_all_features(directory: Path, model: Path, data: Data) -> Path:
+    """Of all layers of the toy target."""
+    about = {"layer_ids": [0, 1, 2], "hidden_size": 32, "target": "model"}
+    open_features(directory, data, about)
+    reader = feature_reader(load_model(str(model)), (0, 1, 2))
+    assert sum(write_features(reader, data, directory)) == data.num_tokens
+    open_features(directory, data, about)  # goes on where it ended
+    return directory
+
+
 @pytest.fixture(autouse=True)
 def quiet_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No hub; one thread, for two wait longer for each other than toys take."""
+    """No hub; one thread, for two wait longer for each other than toys take; and no pictures."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(run, "draw_curve", lambda directory: directory / "curve.png")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
