@@ -9,7 +9,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: help demo test test-fast test-slow test-models test-exchange check format bench clean train-demo bench-mixed
+.PHONY: help demo test test-fast test-slow test-models test-exchange check format bench clean train-demo bench-mixed bench-serve soak
 
 help:
 	@echo "make demo    plain next to speculative decoding of real prompts (ARGS='--rounds 5')"
@@ -18,6 +18,8 @@ help:
 	@echo "make check   format, lint and types"
 	@echo "make bench   measure what README.md claims (ARGS='--only NAME' for one row)"
 	@echo "make bench-mixed   mixed traffic: the planner against every source alone"
+	@echo "make bench-serve   the server against the Python API (ARGS='--batch 1 8 16')"
+	@echo "make soak    a server under load, with everything that goes wrong (MINUTES=30, BURST=1)"
 	@echo "make train-demo   a drafter from nothing in some minutes, in TRAIN_DEMO"
 
 demo: .venv/.installed
@@ -61,6 +63,15 @@ bench: .venv/.installed-bench
 
 bench-mixed: .venv/.installed-bench
 	$(PY) bench/mixed.py $(ARGS)
+
+bench-serve: .venv/.installed-bench
+	$(PY) bench/serve.py $(ARGS)
+
+# Seconds of the load itself: 60 in the short form.
+SOAK_SECONDS := $(if $(MINUTES),$(shell echo $$(($(MINUTES) * 60))),60)
+
+soak: .venv/.installed-bench
+	$(PY) bench/soak.py --seconds $(SOAK_SECONDS) $(if $(BURST),--burst) $(ARGS)
 
 test-models: .venv/.installed-gemma
 

@@ -18,6 +18,10 @@ from serving_cases import (
 )
 
 from outrider import SamplingParams
+from outrider.results import StreamChunk
+from outrider.serving.answers import ChatAnswer, CompletionAnswer
+from outrider.serving.errors import to_event
+from outrider.serving.protocol import ChatCall, CompletionCall, StreamOptions
 
 
 def plain(prompt: str, **changes) -> "tuple":
@@ -303,3 +307,47 @@ def test_the_first_event_says_what_a_late_event_says():
         first, *rest = events(response.text)
         assert all(chunk["id"] == first["id"] for chunk in rest)
         assert all(chunk["created"] == first["created"] for chunk in rest)
+
+
+ODD = [
+    "word",
+    '"quoted" \\ and\n',
+    "日本 🙂",
+    "\ud83d",
+    "\0\x1f\u2028",
+    "</script>",
+    "data: x\n\n",
+    "e\u0301",
+]
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_events_of_text_alone_are_those_that_are_made_from_whole_bodies(usage):
+    options = StreamOptions(include_usage=usage)
+    calls = [
+        (CompletionAnswer, CompletionCall(prompt="x", stream_options=options)),
+        (ChatAnswer, ChatCall(messages=[], stream_options=options)),
+    ]
+    for kind, call in calls:
+        fast, slow = (kind(call, 'm"\\', "id", 5) for _ in range(2))
+        assert fast.says_only_text
+        for index in (0, 3):
+            for number, text in enumerate([*ODD, "", *ODD, "end"]):
+                chunk = StreamChunk("1", index, text, [5], ["target"])
+                chunk.finish_reason = "stop" if text == "end" else None
+                bodies = slow.chunk(index, chunk)
+                assert fast.events(index, chunk) == b"".join(map(to_event, bodies)), number
+        assert set(fast._frames) == {0, 3} and not slow._frames
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"return_token_ids": True}, {"return_token_sources": True}, {"logprobs": True},
+     {"tools": [{"type": "function", "function": {"name": "f"}}]}],
+)  # fmt: skip
+def test_events_that_say_more_are_always_made_whole(more):
+    assert not ChatAnswer(ChatCall(messages=[], **more), "m", "id").says_only_text
+    if "logprobs" in more:
+        more = {"logprobs": 0}
+    if "tools" not in more:
+        assert not CompletionAnswer(CompletionCall(prompt="x", **more), "m", "id").says_only_text

@@ -7,10 +7,12 @@ from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 from outrider.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
+from outrider.serving.errors import quoted, to_event
 from outrider.serving.parsers import ChatParser, Said, ToolCall
 from outrider.serving.protocol import Call, ChatCall, CompletionCall
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes the same
+MARK = "\0"  # stands for text that comes later
 REPLACEMENT = "\ufffd"
 
 Asked = TypeVar("Asked", bound=Call)
@@ -24,6 +26,9 @@ class Answer(Generic[Asked]):
     model: str
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
+    # By choice, an event that is nothing but text, before and behind the text. Hundreds are sent a
+    # second, on CPUs that the engine wants: made anew, each would take five times as long.
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
 
     whole_object = ""
     chunk_object = ""
@@ -38,8 +43,20 @@ class Answer(Generic[Asked]):
         ]
         return self._envelope(self.whole_object, choices)
 
+    def events(self, index: int, chunk: StreamChunk) -> bytes:
+        """The events that one step of one choice becomes."""
+        frame = self._frames.get(index)
+        if frame is not None and chunk.finish_reason is None:
+            return frame[0] + quoted(chunk.text) + frame[1] if chunk.text else b""
+        events = b"".join([to_event(body) for body in self.chunk(index, chunk)])
+        if self.says_only_text:  # behind the first event, which may say more
+            [body] = self.chunk(index, StreamChunk("", index, MARK))
+            before, _, behind = to_event(body).rpartition(quoted(MARK))
+            self._frames[index] = (before, behind)
+        return events
+
     def chunk(self, index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
-        """The bodies of the events that one step of one choice becomes."""
+        """The bodies of these events."""
         choices = self._pieces(index, chunk)
         bodies = [self._envelope(self.chunk_object, [choice]) for choice in choices]
         if self.shows_usage:
@@ -71,6 +88,15 @@ class Answer(Generic[Asked]):
     def _pieces(self, index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
         raise NotImplementedError
 
+    @property
+    def says_only_text(self) -> bool:
+        """Whether an event between the first and the last is the text of its tokens as it is."""
+        raise NotImplementedError
+
+    @property
+    def _has_extras(self) -> bool:
+        return bool(self.call.return_token_ids or self.call.return_token_sources)
+
     def _extras(self, part: CompletionOutput | StreamChunk) -> dict[str, Any]:
         """What else was asked for, one entry per token."""
         extras: dict[str, Any] = {}
@@ -93,14 +119,17 @@ class CompletionAnswer(Answer[CompletionCall]):
 
     whole_object = chunk_object = "text_completion"
 
+    @property
+    def says_only_text(self) -> bool:
+        return self.call.logprobs is None and not self._has_extras
+
     def _choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         return self._shape(index, output, output.text)
 
     def _pieces(self, index: int, chunk: StreamChunk) -> list[dict[str, Any]]:
         is_new = index not in self._begun
-        says_tokens = self.call.logprobs is not None or self.call.return_token_ids
-        says_tokens = says_tokens or self.call.return_token_sources
-        if not (chunk.text or chunk.finish_reason or says_tokens or (is_new and self.echoes)):
+        is_shown = chunk.text or chunk.finish_reason or (is_new and self.echoes)
+        if self.says_only_text and not is_shown:
             return []
         return [self._shape(index, chunk, chunk.text)]
 
@@ -150,6 +179,11 @@ class ChatAnswer(Answer[ChatCall]):
     is_thinking: bool = False  # the prompt ends inside the thoughts
     _parsers: dict[int, ChatParser] = field(default_factory=dict)  # of choices that have begun
     _num_calls: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def says_only_text(self) -> bool:
+        is_read = self.reads_thoughts or self.call.calls_tools or self.call.logprobs
+        return not (is_read or self._has_extras)
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

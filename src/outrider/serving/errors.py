@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Mapping
+from json.encoder import encode_basestring
 from typing import Any
 
 from outrider.errors import PromptError, SamplingError, UserError
+from outrider.serving.worker import EngineFailure, EngineGone
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 
@@ -49,8 +51,15 @@ class ApiError(Exception):
         return {"error": told}
 
 
+def failed(error: EngineFailure) -> ApiError:
+    """What is answered when the engine lost a request, or has failed for good."""
+    if isinstance(error, EngineGone):
+        return out_of_order()
+    return ApiError(500, str(error), code="engine_failure")
+
+
 def out_of_order() -> ApiError:
-    """What is answered when the engine has failed for good."""
+    """What is answered without an engine."""
     told = "the server is out of order: its engine has failed"
     return ApiError(503, told, headers={"Retry-After": "10"})
 
@@ -70,3 +79,13 @@ def to_json(value: Any) -> bytes:
     """Compact UTF-8 JSON; halves of characters, which clients can send, go back as escapes."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
+
+
+def to_event(body: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + to_json(body) + b"\n\n"
+
+
+def quoted(text: str) -> bytes:
+    """What `to_json` makes of text, without what it does for anything else."""
+    return encode_basestring(text).encode("utf-8", "backslashreplace")

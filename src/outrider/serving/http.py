@@ -7,7 +7,7 @@ around a response cost more than what they do.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from time import perf_counter
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -17,7 +17,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outrider.checks import shown
-from outrider.serving.errors import ApiError, to_json
+from outrider.serving.errors import ApiError, failed, to_event, to_json
+from outrider.serving.worker import EngineFailure, Item, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -47,37 +48,53 @@ def error_response(error: ApiError) -> Response:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON body; ends with [DONE], and early when the client goes."""
+    """Server-sent events; ends with [DONE], and early when the client goes.
+
+    Args:
+        ticket: what comes, step by step.
+        events: the events that a step becomes.
+        last: those behind all steps.
+        close: called at the end, however it comes.
+    """
 
     def __init__(
-        self, events: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], None]
+        self,
+        ticket: Ticket,
+        events: Callable[[list[Item]], bytes],
+        last: Callable[[], bytes],
+        close: Callable[[], None],
     ) -> None:
-        """`close` is called at the end, however it comes."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.headers["Content-Type"] = "text/event-stream; charset=utf-8"
         del self.headers["Content-Length"]
+        self._ticket = ticket
         self._events = events
+        self._last = last
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(send, scope["state"]["send"]))
         finally:
-            await self._events.aclose()
             self._close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, send_piece: Send) -> None:
+        """`send_piece` leaves out the layers around a response: they look at its start only."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         try:
-            async for bodies in self._events:
-                data = b"".join(b"data: " + to_json(body) + b"\n\n" for body in bodies)
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-        except ApiError as error:  # the status has been sent: the client reads it here
-            data = b"data: " + to_json(error.envelope) + b"\n\n"
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            async for items in self._ticket:
+                if data := self._events(items):
+                    await send_piece(_piece(data))
+            if data := self._last():
+                await send_piece(_piece(data))
+        except EngineFailure as error:  # the status has been sent: the client reads it here
+            await send_piece(_piece(to_event(failed(error).envelope)))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+def _piece(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
@@ -164,7 +181,7 @@ class Edge:
         headers = dict(scope["headers"])
         record = {"request_id": _request_id(headers), "method": scope["method"]}
         record["path"] = scope["path"]
-        scope.setdefault("state", {})["record"] = record
+        scope.setdefault("state", {}).update(record=record, send=send)
         status, start = 0, perf_counter()
 
         async def send_with_id(message: Message) -> None:

@@ -31,6 +31,7 @@ CALL_SECONDS = (
     *(30.0, 60.0, 120.0, 240.0, 480.0),
 )
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+KEPT_GAPS = 1000
 CHOICES = (1, 2, 5, 10, 20)
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics")
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
@@ -68,7 +69,9 @@ class Metrics:
         self._queried = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked for.")
         self._cached = self._counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was known.")
         output = self._counter("vllm:generation_tokens", "Tokens of outputs.")
-        self._output = output.labels(**self._labels)  # looked up once: it counts every step
+        self._output = output.labels(**self._labels)
+        self._num_new = 0  # tokens, and …
+        self._gaps: list[float] = []  # … seconds between them, that were not yet counted
         self._preempted = self._counter(
             "vllm:num_preemptions", "Times that a request gave its KV back, of ended requests."
         )
@@ -76,6 +79,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text format of Prometheus."""
+        self._take_in()
         return generate_latest(self._registry)
 
     def call(self, path: str, status: int) -> None:
@@ -91,8 +95,24 @@ class Metrics:
         """Add to a histogram of HISTOGRAMS."""
         self._histograms[name].observe(value)
 
-    def tokens(self, count: int) -> None:
-        self._output.inc(count)
+    def tokens(self, count: int, gap: float | None) -> None:
+        """Count what one step said to one choice, so many seconds after the step before.
+
+        The sums are made a thousand at a time, or when somebody asks: done one by one beside the
+        forwards, which leave nothing in the caches, they took a fifth of the event loop's time.
+        """
+        self._num_new += count
+        if gap is not None:
+            self._gaps.append(gap)
+            if len(self._gaps) >= KEPT_GAPS:
+                self._take_in()
+
+    def _take_in(self) -> None:
+        gaps, self._gaps = self._gaps, []
+        for gap in gaps:
+            self.observe("inter_token_latency_seconds", gap)
+        self._output.inc(self._num_new)
+        self._num_new = 0
 
     def ended(self, result: RequestOutput, n: int, max_tokens: int | None) -> None:
         """Observe a prompt whose choices have all ended."""
@@ -140,13 +160,11 @@ class Watch:
     def see(self, items: Iterable[Item]) -> None:
         """Take in what a step said: the tokens of one step share the time since the last."""
         for prompt, chunk, time in items:
-            count = len(chunk.token_ids)
-            before = self._last.get((prompt, chunk.index))
-            if count:
-                self._metrics.tokens(count)
+            if chunk.token_ids:
+                before = self._last.get((prompt, chunk.index))
                 self._last[prompt, chunk.index] = time
-                if before is not None:
-                    self._metrics.observe("inter_token_latency_seconds", time - before)
+                gap = None if before is None else time - before
+                self._metrics.tokens(len(chunk.token_ids), gap)
 
 
 class _EngineCollector(Collector):

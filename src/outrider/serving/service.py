@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from outrider.sampling_params import SamplingParams
 from outrider.serving import chat, policy
 from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id
 from outrider.serving.cores import spread_threads
-from outrider.serving.errors import ApiError, out_of_order, refused
+from outrider.serving.errors import ApiError, failed, out_of_order, refused, to_event
 from outrider.serving.http import EventStream, JSONBody, read_json, until_disconnect
 from outrider.serving.limits import Keys, Limits
 from outrider.serving.metrics import Metrics, Watch
@@ -31,7 +31,7 @@ from outrider.serving.protocol import Call, ChatCall, CompletionCall, parse
 from outrider.serving.snapshot import shown_decision, snapshot
 from outrider.serving.structure import behind_thoughts
 from outrider.serving.trace import Trace
-from outrider.serving.worker import EngineFailure, EngineGone, Item, Ticket, Worker
+from outrider.serving.worker import EngineFailure, Item, Ticket, Worker
 from outrider.terms import Terms
 
 logger = logging.getLogger(__name__)
@@ -193,8 +193,7 @@ class Service:
             stack.callback(self.worker.cancel, ticket)
             record = request.state.record
             if call.stream:
-                events = self._events(ticket, answer, record)
-                return EventStream(events, stack.pop_all().close)
+                return self._stream(ticket, answer, record, stack.pop_all().close)
             collecting = self._collect(ticket, answer, record)
             return JSONBody(await until_disconnect(request.receive, collecting))
 
@@ -234,25 +233,29 @@ class Service:
         self, ticket: Ticket, answer: Answer, record: dict[str, Any]
     ) -> dict[str, Any]:
         seen = _Seen(answer.call, record, self.metrics.watch())
-        async for items in _told(ticket):
-            seen.take(items)
+        try:
+            async for items in ticket:
+                seen.take(items)
+        except EngineFailure as error:
+            raise failed(error) from error
         return answer.whole(seen.ordered) | self._numbers(seen, answer)
 
-    async def _events(
-        self, ticket: Ticket, answer: Answer, record: dict[str, Any]
-    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+    def _stream(
+        self, ticket: Ticket, answer: Answer, record: dict[str, Any], close: Callable[[], None]
+    ) -> EventStream:
         seen = _Seen(answer.call, record, self.metrics.watch())
         n = answer.call.num_choices
-        async for items in _told(ticket):
+
+        def events(items: list[Item]) -> bytes:
             seen.take(items)
-            yield [
-                body
-                for prompt, chunk, _ in items
-                for body in answer.chunk(prompt * n + chunk.index, chunk)
-            ]
-        numbers = self._numbers(seen, answer)
-        if answer.shows_usage:
-            yield [answer.last(numbers)]
+            parts = [answer.events(one * n + chunk.index, chunk) for one, chunk, _ in items]
+            return b"".join(parts)
+
+        def last() -> bytes:
+            numbers = self._numbers(seen, answer)
+            return to_event(answer.last(numbers)) if answer.shows_usage else b""
+
+        return EventStream(ticket, events, last, close)
 
     def _numbers(self, seen: "_Seen", answer: Answer) -> dict[str, Any]:
         """Usage, and metrics where they are asked for; the log and the histograms learn too."""
@@ -302,23 +305,14 @@ class _Seen:
 
     def take(self, items: Sequence[Item]) -> None:
         self._watch.see(items)
-        self._results |= {item.prompt: item.chunk.result for item in items if item.chunk.result}
+        for prompt, chunk, _ in items:
+            if chunk.result is not None:
+                self._results[prompt] = chunk.result
 
     @property
     def ordered(self) -> list[RequestOutput]:
         """Results in the order of the prompts."""
         return [self._results[prompt] for prompt in sorted(self._results)]
-
-
-async def _told(ticket: Ticket) -> AsyncGenerator[list[Item], None]:
-    """What the ticket brings; a failure of the engine becomes a 500, or a 503 where it is gone."""
-    try:
-        async for items in ticket:
-            yield items
-    except EngineGone as error:
-        raise out_of_order() from error
-    except EngineFailure as error:
-        raise ApiError(500, str(error), code="engine_failure") from error
 
 
 def _read(reading: Any) -> Any:

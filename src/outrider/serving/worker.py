@@ -8,7 +8,7 @@ same, whoever waits for it is told, and so is whoever comes later.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -60,25 +60,28 @@ class Ticket:
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
-    async def __aiter__(self) -> AsyncIterator[list[Item]]:
+    def __aiter__(self) -> "Ticket":
+        return self
+
+    async def __anext__(self) -> list[Item]:
         """Everything that came since the last time, until the last prompt has ended.
 
         Raises:
             EngineFailure: the engine lost one of the prompts.
         """
-        while self.num_open or self._items:
-            await self._arrived.wait()
+        if not self._items and self._error is None:
+            if not self.num_open:
+                raise StopAsyncIteration
             self._arrived.clear()
-            items, self._items = self._items, []
-            if items:
-                yield items
-            if self._error is not None:
-                raise self._error
+            await self._arrived.wait()
+        if not self._items and self._error is not None:
+            raise self._error
+        items, self._items = self._items, []
+        return items
 
-    def deliver(self, items: Iterable[Item]) -> None:
-        for item in items:
-            self._items.append(item)
-            self.num_open -= item.chunk.result is not None
+    def deliver(self, items: Sequence[Item]) -> None:
+        self._items += items
+        self.num_open -= sum(item.chunk.result is not None for item in items)
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
