@@ -213,10 +213,11 @@ def test_a_bias_holds_for_drafted_corrected_and_bonus_tokens(rule, temperature):
     found, engine = decoded(sampling, target, source, rule)
     assert 7 not in found.outputs[0].token_ids
     assert engine.metrics.num_accepted_draft_tokens == 0
-    right = ScriptedSource(lambda context: Draft([5, 7, 5]))  # every second one is barred
     only = params(logit_bias={5: 100.0, 7: -100.0}, temperature=temperature, seed=1)
-    found, engine = decoded(only, target, right, rule)
-    assert found.outputs[0].token_ids == [5] * 40
+    for drafts in ([5, 7, 5], [5, 5]):  # cut short by what is barred; all right, up to the bonus
+        source = ScriptedSource(lambda context, drafts=drafts: Draft(drafts))
+        found, _ = decoded(only, target, source, rule)
+        assert found.outputs[0].token_ids == [5] * 40
     high = params(min_p=0.95, temperature=max(temperature, 0.5), seed=2)
     found, _ = decoded(high, target, ScriptedSource(lambda context: Draft([5, 6])), rule)
     assert found.outputs[0].token_ids == [7] * 40
