@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -317,18 +318,16 @@ def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path) -> None:
 # ---- checkpoints and log
 
 
-def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path) -> None:
+def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path, capfd) -> None:
     save_state(tmp_path, {"step": 1})
-    code = (
-        "import resource, sys, torch; from pathlib import Path\n"
-        "from outrider.errors import DataError\n"
-        "from outrider.training.checkpoint import save_state\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "try: save_state(Path(sys.argv[1]), {'step': 2, 'x': torch.zeros(100_000)})\n"
-        "except DataError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
-    assert "cannot write" in done.stdout and done.stderr == ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(DataError, match="cannot write"):
+            save_state(tmp_path, {"step": 2, "x": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert capfd.readouterr() == ("", "")
     assert load_state(tmp_path) == {"step": 1}
     assert [path.name for path in tmp_path.iterdir()] == [STATE]
 
