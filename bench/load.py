@@ -81,9 +81,12 @@ class Reply:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the server said that this is all of it."""
-        raw = b"".join(piece for _, piece in self.pieces)
-        return raw.endswith(b"0\r\n\r\n") or (bool(raw) and b"\r\ntransfer-encoding" not in raw)
+        """Whether all came that the server wanted to send."""
+        head, _, body = b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")
+        length = self.headers.get("content-length")
+        return bool(head) and (
+            body.endswith(b"0\r\n\r\n") if length is None else len(body) >= int(length)
+        )
 
     @property
     def status(self) -> int:
@@ -93,7 +96,9 @@ class Reply:
 
     @property
     def headers(self) -> dict[str, str]:
-        head = b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")[0].decode()
+        head = (
+            b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")[0].decode("latin-1")
+        )
         pairs = [line.partition(": ") for line in head.split("\r\n")[1:]]
         return {name.lower(): value for name, _, value in pairs}
 
