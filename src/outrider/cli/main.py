@@ -18,7 +18,7 @@ EXIT_USER_ERROR = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells expect
 ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
-COMMANDS = ("generate", "chat", "compare", "serve", "demo")
+COMMANDS = ("generate", "chat", "compare", "serve", "demo", "estimate")
 GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
     "bench": ("peers",),  # runs on its own too
     "policy": ("check", "explain", "schema"),

@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli.bench_options import WorkloadOptions
 from outrider.cli.train_options import DataPath, FeaturesPath, TargetOptions, about, bar
-from outrider.errors import ConfigError, DataError
+from outrider.errors import DataError
 
 if TYPE_CHECKING:
     from outrider.bench.workload import Workload
