@@ -3,8 +3,8 @@
 With the chance a_k that the k-th draft token is kept, given all before it, a step of K draft
 tokens yields 1 + a_1 + a_1 a_2 + … tokens. It costs v = T((K + 1) rows) / T(1 row) plain steps for
 the target, and c for the draft: once for a drafter that drafts in one forward, K times for a
-serial one. The speed-up is the quotient (Leviathan et al., arXiv 2211.17192, who take v = 1; drafts without a
-price could then never lose).
+serial one. The speed-up is the quotient (Leviathan et al., arXiv 2211.17192, who take v = 1, so
+that drafts without a price could never lose).
 """
 
 from collections.abc import Sequence
