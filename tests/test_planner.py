@@ -104,7 +104,7 @@ def test_old_observations_count_less() -> None:
     learn(calibration, {0.8: 0.0}, 100)
     assert chance(calibration, 0.8) < 0.1
     now[0] += 6 * HALF_LIFE
-    learn(calibration, {0.8: 1.0}, 10)
+    learn(calibration, {0.8: 1.0}, 20)
     assert chance(calibration, 0.8) > 0.75
     now[0] += 20 * HALF_LIFE
     assert calibration.observed() == []
@@ -118,9 +118,10 @@ def test_gains_are_told_apart_by_what_others_promise() -> None:
     for _ in range(50):
         gain.observe("", "r", bucket(0.0), 2.0, 3)
         gain.observe("", "q", bucket(5.0), 0.0, 3)
-    assert gain.expect("", "new", bucket(0.1)) == pytest.approx(2.0, abs=0.15)
-    assert gain.expect("", "new", bucket(4.0)) < 0.1
-    assert gain.expect("code", "new", bucket(0.1)) == gain.expect("", "new", bucket(0.1))
+    assert gain.expect("", "r", bucket(0.1))[0] == pytest.approx(2.0, abs=0.2)
+    assert max(gain.expect("", "q", bucket(4.0))) < 0.1
+    assert max(gain.expect("", "new", bucket(4.0))) < 0.15
+    assert gain.expect("code", "r", bucket(0.1))[0] == gain.expect("", "r", bucket(0.1))[0]
 
 
 def test_a_request_of_which_a_source_knows_nothing_is_expected_to_bring_less() -> None:
@@ -129,8 +130,11 @@ def test_a_request_of_which_a_source_knows_nothing_is_expected_to_bring_less() -
         gain.observe("", "good", 0, 2.0, 3)
         gain.observe("", f"other{i}", 0, 2.0, 3)
         gain.observe("", "bad", 0, 0.0, 3)
-    good, bad = gain.expect("", "good", 0), gain.expect("", "bad", 0)
+    (good, _), (bad, hope) = gain.expect("", "good", 0), gain.expect("", "bad", 0)
     assert good > 1.3 and bad < 0.6
+    assert hope < bad + 0.25
+    likely, hope = gain.expect("", "unknown", 0)
+    assert bad < likely < good < hope  # it may turn out to be better still
     gain.forget("bad")
     assert gain.expect("", "bad", 0) == gain.expect("", "unknown", 0)
 
@@ -149,6 +153,16 @@ def test_costs_of_calls_are_a_line_and_texts_to_take_in_are_apart() -> None:
     cost.observe(4, 3.0, 12)  # something else held it up
     cost.observe(4, 0.00204, 12)
     assert cost.seconds(4) < 0.004
+
+
+def test_a_call_that_something_held_up_makes_no_source_dear() -> None:
+    cost = CallCost()
+    for seconds in (0.002, 5.0, 0.001, 0.001):  # the probes of a new source
+        cost.observe(1, seconds)
+    assert cost.seconds(1) < 0.0013
+    for _ in range(30):
+        cost.observe(1, 0.003)  # it has really become slower
+    assert cost.seconds(1) > 0.002
 
 
 def test_a_source_that_always_takes_in_prompts_is_not_taken_for_slow() -> None:
@@ -207,13 +221,14 @@ def test_terms_and_rules_narrow_each_other() -> None:
 def test_a_surface_gives_seconds_by_rows_and_context_and_steps_correct_it() -> None:
     surface = Surface((1, 8, 32), (0.004, 0.006, 0.018), (1e-6, 1e-6, 2e-6))
     cost = CostModel(64, surface)
-    assert cost.seconds(8, 8, 1000) == [pytest.approx(0.007)]
+    assert cost.seconds(8, 8, 1024) == [pytest.approx(0.006 + 1024e-6)]
+    assert cost.seconds(8, 8, 1000) == cost.seconds(8, 8, 1024)  # drawn for many contexts at once
     assert cost.curve()[20] == pytest.approx(0.012)
     assert cost.curve()[64] == pytest.approx(0.018 + 32 * 0.0005)  # goes on as it was
     assert len(cost.seconds(60, 80)) == 5
     for _ in range(30):
         cost.observe(8, 0.014, 1000)  # twice as slow as measured
-    assert cost.seconds(8, 8, 1000) == [pytest.approx(0.014)]
+    assert cost.seconds(8, 8, 1000) == [pytest.approx(0.014, rel=0.01)]
     assert cost.seconds(1, 1, 0) == [pytest.approx(0.008)]
     assert (np.diff(cost.curve(500)) >= 0).all()
 

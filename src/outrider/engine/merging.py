@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from outrider.drafting.source import Draft
-from outrider.engine.drafts import prefix
+from outrider.engine.drafts import matched, prefix, straightened, subset
 
 LEAST = 0.005  # chance that a draft is wrong somewhere, at least
+TREE_ROWS = 3  # a tree takes as long as a chain of so many more tokens: 0.3 ms of 6.7 for 8 tokens
 
 
 def merge(drafts: Sequence[Draft], chances: Sequence[Sequence[float]]) -> tuple[Draft, list[float]]:
@@ -49,6 +50,75 @@ def merge(drafts: Sequence[Draft], chances: Sequence[Sequence[float]]) -> tuple[
                 odds[place], owners[place] = value, (index, draft.source_of(i))
             found.append(place)
     return _finished(tokens, parents, odds, [source for _, source in owners])
+
+
+def trimmed(draft: Draft, chances: list[float], least: float) -> tuple[Draft, list[float]]:
+    """A tree, or its likeliest path where the rest does not pay for being a tree.
+
+    Args:
+        least: what a token has to be worth to pay for its row.
+    """
+    if not draft.parents:
+        return draft, chances
+    best: dict[int, int] = {}  # node -> its likeliest child
+    for node, parent in enumerate(draft.parents):
+        if parent not in best or chances[node] > chances[best[parent]]:
+            best[parent] = node
+    path: list[int] = []
+    node = best.get(-1, -1)
+    while node >= 0:
+        path.append(node)
+        node = best.get(node, -1)
+    beside = sum([c - least for c in chances if c > least])
+    beside -= sum([c - least for c in [chances[i] for i in path] if c > least])
+    if beside > TREE_ROWS * least:
+        return draft, chances
+    return straightened(subset(draft, path)), [chances[i] for i in path]
+
+
+def side_chance(
+    best: Draft, chances: Sequence[float], other: Draft, others: Sequence[float]
+) -> float:
+    """What one more token that `other` adds to `best` has, about, if the two are merged.
+
+    Where a draft leaves the better one, its token shares what that one leaves over.
+
+    Args:
+        chances, others: that each token and all before it on its path are accepted.
+    """
+    if best.parents and other.parents:
+        return 1.0
+    if not other.parents:
+        depth = matched(best, other.token_ids)
+        if depth >= len(others):
+            return 0.0
+        if best.parents:
+            return others[depth]
+        return _beside(chances, depth, others[depth] / (others[depth - 1] if depth else 1.0))
+    most = 0.0
+    shared = {-1: 0}  # nodes that are in the better one too, and their depth
+    for node, parent in enumerate(other.parents):
+        depth = shared.get(parent, -1)
+        if depth < 0:
+            continue
+        if depth < len(best) and other.token_ids[node] == best.token_ids[depth]:
+            shared[node] = depth + 1
+        else:
+            share = others[node] / (others[parent] if parent >= 0 else 1.0)
+            most = max(most, _beside(chances, depth, share))
+    return most
+
+
+def _beside(chances: Sequence[float], depth: int, share: float) -> float:
+    """Chance of a token that excludes the one at a depth of a chain, by what it had alone."""
+    if depth > len(chances):
+        return 0.0
+    above = chances[depth - 1] if depth else 1.0
+    if depth >= len(chances):
+        return above * share
+    mine = chances[depth] / above
+    odds = share / max(LEAST, 1.0 - share)
+    return above * odds / (1.0 + odds + mine / max(LEAST, 1.0 - mine))
 
 
 def _odds(draft: Draft, chances: Sequence[float]) -> list[float]:

@@ -9,24 +9,29 @@ The target's own choice shows whether a token was right, submitted or not, as fa
 is known: sources that were not used are calibrated too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from time import monotonic
 
+import numpy as np
+
 from outrider.drafting.source import Draft
+from outrider.engine.drafts import matched
 
 DEFAULT_CONFIDENCE = 0.5  # of a source that gives none
 BINS = 20  # of confidence
 TOPS = (1, 2, 4, 8)  # deepest token of each class of places; the last class has no top
 PRIOR_WEIGHT = 4.0  # tokens after which what was seen outweighs what was said
-REFRESH = 8  # tokens after which cells that saw none follow their neighbours: 3 µs
 MEMORY = 1000.0  # tokens of a cell beyond which older ones fade
 HALF_LIFE = 600.0  # seconds in which what was seen loses half its weight
 LEAST, MOST = 0.005, 0.995  # no confidence beyond them
+# Tokens are counted when there are so many, or an eighth of all before: 50 µs for any number.
+NEWS, SHARE = 256, 0.125
 
 PLACES = [sum(depth > top for top in TOPS) for depth in range(1, 65)]  # class by depth - 1
 NUM_PLACES = len(TOPS) + 1
+RIGHT = [True] * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,54 +52,60 @@ class _Table:
     def __init__(self, above: "_Table | None", now: float) -> None:
         self._above = above
         self._now = now
-        self._news = 0
-        size = range(NUM_PLACES)
-        self.shift = [[0.0] * (BINS + 1) for _ in size]  # what to add to a confidence
-        self.seen = [[0.0] * (BINS + 1) for _ in size]
-        self.gap = [[0.0] * (BINS + 1) for _ in size]  # accepted less expected
-        self.num = [0.0] * NUM_PLACES
-        self.expected = [0.0] * NUM_PLACES
-        self.accepted = [0.0] * NUM_PLACES
+        self._seen = np.zeros((NUM_PLACES, BINS + 1))
+        self._gap = np.zeros((NUM_PLACES, BINS + 1))  # accepted less expected
+        self.sums = np.zeros((NUM_PLACES, 3))  # tokens, expected, accepted
+        self._places: list[int] = []  # of tokens that are not counted yet, …
+        self._said: list[float] = []
+        self._right: list[bool] = []
+        self._next = 1  # … and how many there have to be
+        # What to add to a confidence; lists, because single numbers of an array take 100 ns each.
+        self.shift = [[0.0] * (BINS + 1) for _ in range(NUM_PLACES)]
         if above is not None:
+            above.count(now)
             self.shift = [list(row) for row in above.shift]
 
-    def fade(self, now: float) -> None:
-        """Let what is old count less."""
-        if now - self._now < HALF_LIFE / 10:
-            return
+    def add(self, places: list[int], said: Sequence[float], right: list[bool]) -> None:
+        """Tokens at these places that were said to be so likely, and whether they were right."""
+        self._places += places
+        self._said += said
+        self._right += right
+
+    def is_due(self) -> bool:
+        return len(self._places) >= self._next
+
+    def count(self, now: float) -> None:
+        """Take in what was added, let what is old count less, and correct."""
+        if self._above is not None and self._above.is_due():
+            self._above.count(now)
         factor = 0.5 ** ((now - self._now) / HALF_LIFE)
         self._now = now
-        for rows in (self.seen, self.gap):
-            for row in rows:
-                row[:] = [value * factor for value in row]
-        for row in (self.num, self.expected, self.accepted):
-            row[:] = [value * factor for value in row]
+        for sums in (self._seen, self._gap, self.sums):
+            sums *= factor
+        places, said = np.array(self._places, int), np.array(self._said)
+        right = np.array(self._right, float)
+        cells = places * (BINS + 1) + (said * BINS).astype(int)
+        size = NUM_PLACES * (BINS + 1)
+        self._seen += np.bincount(cells, minlength=size).reshape(self._seen.shape)
+        self._gap += np.bincount(cells, right - said, size).reshape(self._gap.shape)
+        for i, values in enumerate((None, said, right)):
+            self.sums[:, i] += np.bincount(places, values, NUM_PLACES)
+        is_old = self._seen > MEMORY
+        self._seen[is_old] /= 2
+        self._gap[is_old] /= 2
+        self.sums[self.sums[:, 0] > MEMORY] /= 2
+        self._places, self._said, self._right = [], [], []
+        self._next = max(1, min(NEWS, int(SHARE * self.sums[:, 0].sum())))
+        self._correct()
 
-    def count(self, place: int, confidence: float, is_right: bool) -> None:
-        cell = int(confidence * BINS)
-        seen, gap = self.seen[place], self.gap[place]
-        if seen[cell] > MEMORY:
-            seen[cell] /= 2
-            gap[cell] /= 2
-        if self.num[place] > MEMORY:
-            self.num[place] /= 2
-            self.expected[place] /= 2
-            self.accepted[place] /= 2
-        seen[cell] += 1
-        gap[cell] += is_right - confidence
-        self.num[place] += 1
-        self.expected[place] += confidence
-        self.accepted[place] += is_right
-        self._news += 1
-        self._correct(place, range(BINS + 1) if self._news % REFRESH == 0 else (cell,))
-
-    def _correct(self, place: int, cells: Iterable[int]) -> None:
-        seen, gap, shift = self.seen[place], self.gap[place], self.shift[place]
-        above = None if self._above is None else self._above.shift[place]
-        usual = (self.accepted[place] - self.expected[place]) / (self.num[place] + PRIOR_WEIGHT)
-        for cell in cells:
-            prior = usual if above is None else above[cell]
-            shift[cell] = (gap[cell] + PRIOR_WEIGHT * prior) / (seen[cell] + PRIOR_WEIGHT)
+    def _correct(self) -> None:
+        if self._above is None:
+            num, expected, accepted = self.sums.T
+            prior = ((accepted - expected) / (num + PRIOR_WEIGHT))[:, None]
+        else:
+            prior = np.array(self._above.shift)
+        shift = (self._gap + PRIOR_WEIGHT * prior) / (self._seen + PRIOR_WEIGHT)
+        self.shift = shift.tolist()
 
 
 class Calibration:
@@ -109,14 +120,14 @@ class Calibration:
 
         A chain ends before the first chance below `floor`.
         """
-        if draft.is_tree:
+        if draft.parents:
             return self._tree_chances(draft, kind)
         chances: list[float] = []
         chance = 1.0
         if draft.sources:
             rows = self._mixed_rows(draft, kind)
         else:
-            shift = self._table(draft.source, kind).shift
+            shift = self._counted(draft.source, kind).shift
             rows = map(shift.__getitem__, chain(PLACES, repeat(NUM_PLACES - 1)))
         for said, row in zip(_confidence(draft), rows):  # noqa: B905 (a µs per draft)
             said += row[int(said * BINS)]
@@ -129,77 +140,94 @@ class Calibration:
     def _mixed_rows(self, draft: Draft, kind: str) -> list[list[float]]:
         """A token behind another source's is calibrated by itself: see `extended`."""
         tables = {
-            name: self._table(name if name == draft.source else extended(name), kind)
+            name: self._counted(name if name == draft.source else extended(name), kind)
             for name in set(draft.sources)
         }
         return [tables[name].shift[_place(i + 1)] for i, name in enumerate(draft.sources)]
 
     def _tree_chances(self, draft: Draft, kind: str) -> list[float]:
-        shift = self._table(draft.source, kind).shift
+        shift = self._counted(draft.source, kind).shift
         chances: list[float] = []
         depths: list[int] = []
-        for said, parent in zip(_confidence(draft), draft.parents, strict=True):
-            depth = 1 if parent < 0 else depths[parent] + 1
+        for said, parent in zip(_confidence(draft), draft.parents):  # noqa: B905
+            depth = depths[parent] + 1 if parent >= 0 else 0
             depths.append(depth)
-            value = min(MOST, max(LEAST, said + shift[_place(depth)][int(said * BINS)]))
-            chances.append(value * (chances[parent] if parent >= 0 else 1.0))
+            said += shift[PLACES[depth] if depth < len(PLACES) else -1][int(said * BINS)]
+            said = LEAST if said < LEAST else MOST if said > MOST else said
+            chances.append(said * chances[parent] if parent >= 0 else said)
         return chances
 
-    def observe(self, draft: Draft, kind: str, true_ids: Sequence[int]) -> None:
+    def observe(self, draft: Draft, kind: str, true_ids: Sequence[int]) -> int:
         """Count the tokens of a proposal that the true text shows to be right or wrong.
 
         Args:
             true_ids: what the text went on with: accepted tokens and the bonus token.
+
+        Returns:
+            Depth to which the proposal says the same.
         """
-        known = draft.sources.count(draft.source)  # of a chain of two sources the second is news
-        if known and list(true_ids[:known]) != draft.token_ids[:known]:
-            return
+        if draft.parents:
+            return self._observe_tree(draft, kind, true_ids)
+        depth = matched(draft, true_ids)
+        first = draft.sources.count(draft.source)  # of a chain of two sources the second is news
+        if depth < first or not draft.token_ids:
+            return depth
+        last = min(depth + 1, len(draft), len(true_ids))
+        name = extended(draft.sources[-1]) if first else draft.source
+        right = RIGHT[: depth - first] if depth - first <= len(RIGHT) else [True] * (depth - first)
+        if last > depth:
+            right.append(False)
+        places = (
+            PLACES[first:last] if last <= len(PLACES) else list(map(_place, range(first, last)))
+        )
+        self._add(name, kind, places, _confidence(draft)[first:last], right)
+        return depth
+
+    def _observe_tree(self, draft: Draft, kind: str, true_ids: Sequence[int]) -> int:
+        """Along the true path, and the siblings of its tokens."""
         confidence = _confidence(draft)
-        node = -1
-        for depth, true in enumerate(true_ids[known:], known + 1):
-            children = (
-                [i for i, parent in enumerate(draft.parents) if parent == node]
-                if draft.is_tree
-                else range(depth - 1, min(depth, len(draft)))
-            )
-            following = None
+        places: list[int] = []
+        said: list[float] = []
+        right: list[bool] = []
+        node: int | None = -1
+        for depth, true in enumerate(true_ids):
+            children = [i for i, parent in enumerate(draft.parents) if parent == node]
+            node = None
             for index in children:
                 is_right = draft.token_ids[index] == true
-                self._count(draft, index, kind, depth, confidence[index], is_right)
-                if is_right:
-                    following = index
-            if following is None:
-                return
-            node = following
+                places.append(_place(depth))
+                said.append(confidence[index])
+                right.append(is_right)
+                node = index if is_right else node
+            if node is None:
+                break
+        self._add(draft.source, kind, places, said, right)
+        return sum(right)
 
     def observed(self) -> list[Observed]:
         """How every source fared, by kind and place."""
         rows = []
         for (source, kind), table in sorted(self._tables.items()):
-            table.fade(self._clock())
-            rows += [
-                Observed(
-                    source,
-                    kind,
-                    1 if place == 0 else TOPS[place - 1] + 1,
-                    num,
-                    table.expected[place] / num,
-                    table.accepted[place] / num,
-                )
-                for place, num in enumerate(table.num)
-                if num > 0.5
-            ]
+            table.count(self._clock())
+            for place, (num, expected, accepted) in enumerate(table.sums.tolist()):
+                first = 1 if place == 0 else TOPS[place - 1] + 1
+                if num > 0.5:
+                    share = accepted / num
+                    rows.append(Observed(source, kind, first, num, expected / num, share))
         return rows
 
-    def _count(
-        self, draft: Draft, index: int, kind: str, depth: int, confidence: float, is_right: bool
+    def _add(
+        self, name: str, kind: str, places: list[int], said: Sequence[float], right: list[bool]
     ) -> None:
-        name = draft.source_of(index)
-        if name != draft.source:
-            name = extended(name)
-        for table in {self._table(name, ""), self._table(name, kind)}:
-            table.fade(self._clock())
-            table.count(_place(depth), confidence, is_right)
+        self._table(name, kind).add(places, said, right)
+        if kind:
+            self._table(name, "").add(places, said, right)
+
+    def _counted(self, source: str, kind: str) -> _Table:
+        table = self._table(source, kind)
+        if table.is_due():
+            table.count(self._clock())
+        return table
 
     def _table(self, source: str, kind: str) -> _Table:
         table = self._tables.get((source, kind))
@@ -214,8 +242,9 @@ def extended(source: str) -> str:
     return source + "+"
 
 
-def _place(depth: int) -> int:
-    return PLACES[depth - 1] if depth <= len(PLACES) else NUM_PLACES - 1
+def _place(index: int) -> int:
+    """Class of the token at an index of a chain."""
+    return PLACES[index] if index < len(PLACES) else NUM_PLACES - 1
 
 
 def _confidence(draft: Draft) -> Sequence[float]:

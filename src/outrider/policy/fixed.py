@@ -29,7 +29,7 @@ class FixedLength:
         return [max(0, min(cap(ask, source), most, share)) for ask in view.asks]
 
     def extensions(self, source: DraftSource, view: StepView) -> list[tuple[int, Draft]]:
-        return [(0, Draft())] * len(view.asks)
+        return []
 
     def choose(self, view: StepView) -> list[Draft]:
         """The first source that has something."""

@@ -7,6 +7,7 @@ a step less those that the drafts before it would have brought alone, which the 
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from math import sqrt
 
 import numpy as np
 
@@ -19,16 +20,17 @@ PRIOR_WEIGHT = 4.0
 MEMORY = 100.0  # answers beyond which older ones fade
 REQUEST_WEIGHT = 6.0  # tokens that a request's own experience is weighed against
 REQUEST_MEMORY = 16.0
+SPREAD = 1.0  # how much more than usual a request may bring, of which nothing is known yet
+DOUBT = 0.5  # accepted tokens that a mean of one answer may be wrong by
 SMOOTHING = 0.1
-LONGEST_INTERVAL = 1024  # steps between trials of a source that keeps bringing nothing
+LONGEST_INTERVAL = 512  # steps between trials of a source that keeps bringing nothing
 FEW_TOKENS = 3  # of new text per request: what a step brings
 TOKENS = 16.0  # of new text, the unit in which it is about as much as a request
-TRUSTED = 12  # calls after which a fit judges what is an outlier
+TRUSTED, EVERY = 12, 16  # calls from which on one in so many has the line fitted anew
 FADE = 0.98  # of what earlier calls count, with every call
-LEAST = 1e-6  # of a square: where no call had new text
+LEAST = 1e-6  # seconds of a call; and of the squares, that of new text
 RIDGE = 1e-3  # of the squares: what cannot be told apart is shared evenly
 USED = 0.25  # of the tokens that a request may still write, steps in which a source is of use
-OUTLIER = 3.0  # a call this many times as long as expected was disturbed by something else
 
 
 def bucket(expected: float) -> int:
@@ -36,20 +38,22 @@ def bucket(expected: float) -> int:
     return bisect_right(TOPS, expected)
 
 
-@dataclass(slots=True)
 class CallCost:
     """Seconds of a call: base + requests + new text, least squares over the calls seen.
 
     A source that keeps KV takes in what it has not seen of a text: a whole prompt the first time,
-    or after it was left out for a while.
+    or after it was left out for a while. Errors are squared as shares of what a call took: then one
+    that something else held up, a thousand times too long maybe, counts about as much as a call
+    that took half as long as expected, and not a million times as much.
     """
 
-    base: float = 0.0
-    per_request: float = 0.0
-    per_token: float = 0.0  # of new text
-    num_calls: int = 0
-    _squares: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
-    _products: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    def __init__(self) -> None:
+        self.base = 0.0
+        self.per_request = 0.0
+        self.per_token = 0.0  # of new text
+        self.num_calls = 0
+        self._squares = [0.0] * 6  # upper half of a 3 × 3 matrix, row by row
+        self._products = [0.0] * 3
 
     def seconds(self, num_requests: int) -> float:
         """Of a call for requests whose text it has seen up to the last few tokens."""
@@ -60,24 +64,28 @@ class CallCost:
         self.num_calls += 1
         if self.num_calls == 1:
             return
-        if self.num_calls > TRUSTED:
-            expected = self.base + self.per_request * num_requests + self.per_token * new_tokens
-            seconds = min(seconds, OUTLIER * expected)
-        features = np.array([1.0, num_requests, new_tokens / TOKENS])
-        self._squares = FADE * self._squares + np.outer(features, features)
-        self._products = FADE * self._products + seconds * features
-        if self.num_calls < TRUSTED or self.num_calls % 4 == 0:  # 40 µs, which few calls need
+        x = 1.0 / max(seconds, LEAST)
+        y, z = num_requests * x, new_tokens / TOKENS * x
+        found = (x * x, x * y, x * z, y * y, y * z, z * z)
+        for i, value in enumerate(found):
+            self._squares[i] = FADE * self._squares[i] + value
+        for i, value in enumerate((x, y, z)):
+            self._products[i] = FADE * self._products[i] + value
+        if self.num_calls < TRUSTED or self.num_calls % EVERY == 0:
             self._fit()
 
     def _fit(self) -> None:
-        """Solve for coefficients of at least 0; those that would be below leave the sum."""
+        """Solve for coefficients of at least 0; those that would be below leave the sum. 40 µs."""
+        a, b, c, d, e, f = self._squares
+        whole, products = np.array([[a, b, c], [b, d, e], [c, e, f]]), np.array(self._products)
+        whole[2, 2] += LEAST * a  # where no call had new text
         kept = [0, 1, 2]
         found = np.zeros(3)
         while kept:
-            squares = self._squares[np.ix_(kept, kept)]
-            ridge = RIDGE * np.diag(np.diag(squares) + LEAST)
+            squares = whole[np.ix_(kept, kept)]
             found[:] = 0
-            found[kept] = np.linalg.solve(squares + ridge, self._products[kept])
+            ridge = RIDGE * np.diag(np.diag(squares))
+            found[kept] = np.linalg.solve(squares + ridge, products[kept])
             if found.min() >= 0:
                 break
             kept.remove(int(found.argmin()))
@@ -94,6 +102,7 @@ class SourceGain:
     skipped: int = 0  # steps since it was last asked
     interval: int = 0  # steps after which it is tried all the same
     is_on: bool = True  # it was asked in the last step, by what it brings
+    num_cheap: int = 0  # calls that were made without a second thought
     _sums: dict[str, list[list[float]]] = field(default_factory=dict)  # kind -> [weight, tokens]
     _lengths: dict[str, int] = field(default_factory=dict)  # of texts when it was last asked
     _requests: dict[str, list[float]] = field(default_factory=dict)  # [expected, found]
@@ -112,14 +121,17 @@ class SourceGain:
         self.skipped, self.interval = 0, min(LONGEST_INTERVAL, 2 * max(self.interval, usual))
         return True
 
-    def expect(self, kind: str, request_id: str, place: int) -> float:
-        """Accepted tokens that asking for this request adds, in a bucket."""
+    def expect(self, kind: str, request_id: str, place: int) -> tuple[float, float]:
+        """Accepted tokens that asking for this request adds, in a bucket: likely, and at best.
+
+        At best is what there is hope for as long as little is known of request and bucket.
+        """
         weight, tokens = self._row(kind)[place]
         mean = tokens / weight
-        own = self._requests.get(request_id)
-        if own is not None:
-            mean *= (own[1] + REQUEST_WEIGHT) / (own[0] + REQUEST_WEIGHT)
-        return mean
+        expected, found = self._requests.get(request_id, (0.0, 0.0))
+        unknown = REQUEST_WEIGHT / (expected + REQUEST_WEIGHT)
+        likely = mean * (unknown + found / (expected + REQUEST_WEIGHT))
+        return likely, likely + SPREAD * unknown**2 * mean + DOUBT / sqrt(weight)
 
     def observe(self, kind: str, request_id: str, place: int, tokens: float, rows: int) -> None:
         """Asking brought this many accepted tokens more, and this many rows to the target."""

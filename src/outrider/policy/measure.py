@@ -32,8 +32,9 @@ log = logging.getLogger("outrider")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROWS_PER_REQUEST = 4  # about what a batch looks like: text row and some drafts each
 CONTEXTS = (16, 1024)  # tokens of each request
-ROUNDS = 3  # the fastest counts: others on the machine only ever make it slower
-MOST_SECONDS = 2.0  # after the first round, which warms up, no further one begins beyond them
+ROUNDS, MOST_ROUNDS = 3, 6  # the fastest counts: others on the machine only ever make it slower
+MOST_SECONDS = 2.0  # beyond them no more than the least number of rounds begins
+AGREEMENT = 1.25  # ratio of two times of one forward, up to which nothing disturbed it
 
 
 def surface_of(target: Target, num_pages: int, max_rows: int) -> Surface:
@@ -50,35 +51,45 @@ def surface_of(target: Target, num_pages: int, max_rows: int) -> Surface:
         path = cache_dir("costs") / f"{key}.json"
         return _read(path)
     except (ConfigError, OSError, ValueError, TypeError, KeyError):
-        surface = measure(target, num_pages, max_rows)
-    if path is not None:
+        surface, is_sure = measure(target, num_pages, max_rows)
+    if path is not None and is_sure:  # else the next start measures again
         _write(path, surface, facts)
     return surface
 
 
-def measure(target: Target, num_pages: int, max_rows: int) -> Surface:
-    """Time forwards of each row count and context."""
+def measure(target: Target, num_pages: int, max_rows: int) -> tuple[Surface, bool]:
+    """Time forwards of each row count and context; and whether nothing disturbed it."""
     longest = min(CONTEXTS[1], target.max_model_len - ROWS_PER_REQUEST, num_pages * PAGE_SIZE // 2)
     contexts = (min(CONTEXTS[0], longest // 2), longest)
     rows = [count for count in ROWS if count <= max_rows]
     batches = [[_batch(target, n, context, num_pages) for context in contexts] for n in rows]
-    best = np.full((len(rows), 2), np.inf)
+    rounds: list[np.ndarray] = []
     started = perf_counter()
-    for _ in range(ROUNDS):
-        for i, pair in enumerate(batches):
-            for j, batch in enumerate(pair):
-                best[i, j] = min(best[i, j], _seconds(target, batch))
-        if perf_counter() - started > MOST_SECONDS:
+    while len(rounds) < ROUNDS or (len(rounds) < MOST_ROUNDS and not _agree(rounds)):
+        rounds.append(np.array([[_seconds(target, batch) for batch in pair] for pair in batches]))
+        if perf_counter() - started > MOST_SECONDS and len(rounds) >= ROUNDS:
             break
-    # Noise only adds: what takes no longer with more rows takes no longer with fewer.
+    best = np.min(rounds, axis=0)
+    # Noise only adds: what takes no longer with more rows takes no longer with fewer, and more rows
+    # take no longer than as many forwards of fewer.
     best = np.minimum.accumulate(best[::-1], axis=0)[::-1]
-    base, per_token = [], []
-    for (short, long), pair in zip(best.tolist(), batches, strict=True):
-        near, far = (int(batch.context_lens.sum()) for batch in pair)
-        slope = max(0.0, (long - short) / (far - near)) if far > near else 0.0
-        base.append(max(short - slope * near, short / 2))
-        per_token.append(slope)
-    return Surface(tuple(rows), tuple(base), tuple(per_token))
+    for i in range(1, len(rows)):
+        best[i] = np.minimum(best[i], best[i - 1] * -(-rows[i] // rows[i - 1]))
+    sums = np.array([[int(batch.context_lens.sum()) for batch in pair] for pair in batches])
+    far = np.maximum(1, sums[:, 1] - sums[:, 0])
+    # KV is read at one speed whatever the rows; the median knows it best.
+    slope = max(0.0, float(np.median((best[:, 1] - best[:, 0]) / far)))
+    base = np.maximum(best[:, 0] - slope * sums[:, 0], best[:, 0] / 2)
+    surface = Surface(tuple(rows), tuple(base.tolist()), (slope,) * len(rows))
+    return surface, _agree(rounds)
+
+
+def _agree(rounds: list[np.ndarray]) -> bool:
+    """Whether the two fastest times of every forward are close: nothing held both up."""
+    if len(rounds) < 2:
+        return False
+    first, second = np.sort(rounds, axis=0)[:2]
+    return bool((second < AGREEMENT * first).all())
 
 
 def _seconds(target: Target, batch: ForwardBatch) -> float:
@@ -119,6 +130,7 @@ def _facts(target: Target, max_rows: int) -> dict[str, Any]:
         "machine": [platform.machine(), cpu_name(), os.cpu_count()],
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "",
         "threads": torch.get_num_threads(),
+        "rounds": [ROUNDS, MOST_ROUNDS, AGREEMENT],
     }
 
 

@@ -10,10 +10,11 @@ Speculation that does not pay is not done.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.drafts import matched, prefix, straightened, subset
-from outrider.engine.merging import merge
+from outrider.engine.merging import merge, side_chance, trimmed
 from outrider.policy.calibration import Calibration, extended
 from outrider.policy.cost import CostModel
 from outrider.policy.decisions import Decision, Plan
@@ -21,14 +22,19 @@ from outrider.policy.gains import SourceGain, bucket
 from outrider.policy.view import Ask, StepView, cap
 
 EXPLORE_EVERY = 64  # one step in so many goes beyond what pays, so that estimates stay alive
+EXPLORED = 4  # rows that it adds
 FLOOR = 0.01  # a token this unlikely is never worth a row
+SIDE = 2.0  # times what a token had to be worth in the last step: what another draft has to add
 PROBES = (1, 1, 2, 4)  # requests in the first calls of a source; the very first may warm up
 CHEAP = 0.01  # of a step: a source that takes less is asked without a second thought
+CHEAP_EVERY = 8  # calls of such a source of which one is timed
 # So much more tokens per second a source has to promise to be asked, one that was not asked in the
 # last step and one that was: estimates move a little in every step, and the best of many are best
 # by luck as well.
 TO_BEGIN, TO_GO_ON = 1.03, 1.01
+HOPE, CREDIT = 0.01, 10.0  # share of all steps to try what may not pay; as many at first, at most
 KEPT_DECISIONS = 256
+NOTHING = Draft()  # not to be changed
 
 
 @dataclass(slots=True)
@@ -37,7 +43,8 @@ class _Asked:
 
     name: str
     place: int  # bucket of what was expected without it
-    before: list[Draft]  # of the request, without it
+    best: int  # which of the proposals would have been submitted without it; -1: none, …
+    length: int  # … and as far as that would have paid
 
 
 @dataclass(slots=True)
@@ -48,7 +55,6 @@ class _Step:
     counts: dict[str, int] = field(default_factory=dict)  # source -> requests
     new_tokens: dict[str, int] = field(default_factory=dict)  # source -> text it has to take in
     chances: dict[int, list[float]] = field(default_factory=dict)  # by identity of the draft
-    threshold: float = 0.0  # worth of a token that pays, as guessed before all are proposed
 
 
 class Planner:
@@ -66,6 +72,8 @@ class Planner:
         self._order: Sequence[DraftSource] = ()
         self._view: StepView | None = None
         self._step = _Step()
+        self._least = 0.0  # worth of a token that paid in the last step with drafts
+        self._credit = CREDIT  # steps that may be spent on asking sources that may not pay
 
     @property
     def decisions(self) -> list[Decision]:
@@ -82,7 +90,7 @@ class Planner:
         if self._is_biased_rule or len(sources) < 2:
             return sources
         if self._num_steps % EXPLORE_EVERY == 0 or len(self._order) != len(sources):
-            least = CHEAP * self.cost.seconds(1, 1)[0]
+            least = CHEAP * self.cost.curve()[1]
             costs = {source.name: self.call_seconds(source.name) for source in sources}
             self._order = sorted(sources, key=lambda s: costs[s.name] * (costs[s.name] > least))
         return self._order
@@ -90,41 +98,46 @@ class Planner:
     def budgets(self, source: DraftSource, view: StepView) -> list[int]:
         """Most tokens to draft for each request; 0 where asking would not pay."""
         self._begin(view)
-        most = [min(cap(ask, source), view.row_budget) for ask in view.asks]
-        able = [index for index, tokens in enumerate(most) if tokens > 0]
+        left = view.row_budget
+        most = [min(cap(ask, source), left) for ask in view.asks]
+        able = [index for index, tokens in enumerate(most) if tokens]
         if not able:
-            return [0] * len(most)
-        chosen = self._worth_asking(source.name, able, view)
+            return most
+        name = source.name
+        gain = self._gain(name)
+        if gain.cost.num_calls >= len(PROBES) and self._is_cheap(gain, len(able), view):
+            self._step.counts[name] = len(able)
+            return most
+        chosen = self._worth_asking(name, able, view)
         return [tokens if index in chosen else 0 for index, tokens in enumerate(most)]
 
     def extensions(self, source: DraftSource, view: StepView) -> list[tuple[int, Draft]]:
         """Where a chain of another source ends so surely that more of it would pay."""
-        nothing = [(0, Draft())] * len(view.asks)
         if self._is_biased_rule or not view.row_budget:
-            return nothing
+            return []
         self._begin(view)
-        threshold = self._usual_threshold(view)
         found: dict[int, tuple[int, Draft]] = {}
         for index, ask in enumerate(view.asks):
-            chains = [d for d in ask.drafts if d.token_ids and not d.is_tree]
-            if not chains or not cap(ask, source):
+            base = self._base(ask, source.name)
+            room = 0 if base is None else min(cap(ask, source), ask.room - len(base))
+            if base is None or room <= 0:
                 continue
-            base = max(chains, key=lambda draft: sum(self._chances(draft, ask)))
-            chances = self._chances(base, ask)
             bound = ask.allowed.num_draft_tokens
-            room = min(cap(ask, source), (bound or ask.room) - len(base), ask.room - len(base))
-            is_sure = len(chances) == len(base) and chances[-1] * ask.weight > threshold
-            if is_sure and room > 0 and source.name not in (base.source, *base.sources):
+            room = room if bound is None else min(room, bound - len(base))
+            if room > 0:
                 found[index] = (room, base)
         if not found:
-            return nothing
+            return []
         chosen = self._worth_asking(extended(source.name), list(found), view)
-        return [found[i] if i in chosen else (0, Draft()) for i in range(len(view.asks))]
+        if not chosen:
+            return []
+        return [found[i] if i in chosen else (0, NOTHING) for i in range(len(view.asks))]
 
     def choose(self, view: StepView) -> list[Draft]:
         """One draft per request, merged and cut to what pays."""
         self._begin(view)
         self._num_steps += 1
+        self._credit = min(CREDIT, self._credit + HOPE)
         self._view = None
         if self._is_biased_rule:
             return self._choose_in_order(view)
@@ -136,20 +149,22 @@ class Planner:
             chances.append(chance)
         threshold, seconds = self._threshold(view, chances)
         chosen = _cut(view, merged, chances, threshold)
-        if any(ask.drafts for ask in view.asks):
-            plan = Plan(self._num_steps, view, self._step.counts, self._step.chances)
-            plan.chosen, plan.survival, plan.seconds = chosen, chances, seconds
-            self._plans.append(plan)
+        step = self._step
+        self._plans.append(
+            Plan(self._num_steps, view, step.counts, step.chances, chosen, chances, seconds)
+        )
         return chosen
 
     def observe(self, ask: Ask, submitted: Draft, true_ids: Sequence[int]) -> None:
         """Learn how right every proposal was, and what asking for it brought."""
-        for draft in ask.drafts:
-            if draft.token_ids:
-                self.calibration.observe(draft, ask.kind, true_ids)
+        observe, kind = self.calibration.observe, ask.kind
+        depths = [observe(draft, kind, true_ids) for draft in ask.drafts]
+        every = self._step.asked.pop(ask.request_id, None)
+        if every is None:
+            return
         num_accepted = min(len(true_ids) - 1, matched(submitted, true_ids))
-        for asked in self._step.asked.pop(ask.request_id, ()):
-            before = max((matched(draft, true_ids) for draft in asked.before), default=0)
+        for asked in every:
+            before = min(depths[asked.best], asked.length) if asked.best >= 0 else 0
             brought = max(0, num_accepted - before)
             rows = _num_rows(submitted, asked.name)
             gain = self._gain(asked.name)
@@ -157,7 +172,13 @@ class Planner:
 
     def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
         """A call was made; what it brought is told by `observe`."""
-        self._gain(name).cost.observe(num_requests, seconds, self._step.new_tokens.get(name, 0))
+        gain = self._gain(name)
+        new_tokens = self._step.new_tokens.get(name)
+        if new_tokens is None:  # it was asked because it is cheap
+            gain.num_cheap += 1
+            if gain.cost.num_calls >= len(PROBES) and gain.num_cheap % CHEAP_EVERY:
+                return
+        gain.cost.observe(num_requests, seconds, new_tokens or 0)
 
     def call_seconds(self, name: str) -> float:
         return self._gain(name).cost.seconds(1)
@@ -176,6 +197,10 @@ class Planner:
             gain = self.gains[name] = SourceGain()
         return gain
 
+    def _is_cheap(self, gain: SourceGain, num_requests: int, view: StepView) -> bool:
+        plain = self.cost.curve(view.context)[view.num_rows]
+        return gain.cost.seconds(num_requests) < CHEAP * plain
+
     def _chances(self, draft: Draft, ask: Ask) -> list[float]:
         chances = self._step.chances.get(id(draft))
         if chances is None:
@@ -187,62 +212,128 @@ class Planner:
         """Accepted tokens that the drafts so far promise, the best of them alone."""
         return max((sum(self._chances(d, ask)) for d in ask.drafts if d.token_ids), default=0.0)
 
+    def _base(self, ask: Ask, name: str) -> Draft | None:
+        """The best chain of a request, where a source may go on from its end and that is likely."""
+        chains = [d for d in ask.drafts if d.token_ids and not d.parents]
+        if not chains:
+            return None
+        base = max(chains, key=lambda draft: sum(self._chances(draft, ask)))
+        chances = self._chances(base, ask)
+        if len(chances) < len(base) or chances[-1] * ask.weight <= self._least:
+            return None
+        return None if name == base.source or name in base.sources else base
+
     def _worth_asking(self, name: str, able: Sequence[int], view: StepView) -> set[int]:
         """Requests for which a source is asked: those that raise tokens per second together."""
         gain = self._gain(name)
-        plain = self.cost.seconds(view.num_rows, view.num_rows, view.context)[0]
         # Under a biased rule what is proposed has no say in who else is asked.
         expected = [0.0 if self._is_biased_rule else self._expected(ask) for ask in view.asks]
         if gain.cost.num_calls < len(PROBES):  # nobody knows what it costs
             chosen = set(able[: PROBES[gain.cost.num_calls]])
-        elif gain.cost.seconds(len(able)) < CHEAP * plain:
-            chosen = set(able)
         else:
-            chosen = self._paying(gain, able, view, expected)
+            chosen = set(self._paying(gain, able, view, expected))
         gain.is_on = bool(chosen)
         if gain.is_due(bool(chosen), EXPLORE_EVERY):
             chosen = {able[self._num_steps % len(able)]}
-        self._step.counts[name] = len(chosen)
-        self._step.new_tokens[name] = sum(gain.take(view.asks[index]) for index in chosen)
+        if not chosen:
+            return chosen
+        step = self._step
+        step.counts[name] = len(chosen)
+        step.new_tokens[name] = sum(gain.take(view.asks[index]) for index in chosen)
         for index in chosen:
-            ask = view.asks[index]
-            asked = _Asked(name, bucket(expected[index]), list(ask.drafts))
-            self._step.asked.setdefault(ask.request_id, []).append(asked)
+            asked = self._asked(name, expected[index], view.asks[index])
+            step.asked.setdefault(view.asks[index].request_id, []).append(asked)
         return chosen
+
+    def _asked(self, name: str, expected: float, ask: Ask) -> _Asked:
+        chances = [self._chances(draft, ask) for draft in ask.drafts]
+        best = max(range(len(chances)), key=lambda i: sum(chances[i]), default=-1)
+        least = self._least / ask.weight
+        length = sum(chance >= least for chance in chances[best]) if chances else 0
+        return _Asked(name, bucket(expected), best, length)
 
     def _paying(
         self, gain: SourceGain, able: Sequence[int], view: StepView, expected: Sequence[float]
-    ) -> set[int]:
-        asks = view.asks
-        worth = {
-            index: asks[index].weight
-            * gain.expect(asks[index].kind, asks[index].request_id, bucket(expected[index]))
+    ) -> list[int]:
+        """Those for which a call is likely to pay; or may at best, as far as there is credit.
+
+        Who is not asked is not seen, so that a source could be written off by bad luck. What is
+        spent on hope alone is at most a share of all time.
+        """
+        found = {
+            index: gain.expect(ask.kind, ask.request_id, bucket(expected[index]))
             for index in able
+            for ask in [view.asks[index]]
         }
-        falling = sorted(able, key=lambda index: -worth[index])
+        likely = {index: view.asks[index].weight * pair[0] for index, pair in found.items()}
+        chosen = self._best_set(gain, likely, view, expected)
+        if len(chosen) == len(able) or self._credit <= 0:
+            return chosen
+        hoped = {index: view.asks[index].weight * pair[1] for index, pair in found.items()}
+        more = self._best_set(gain, hoped, view, expected)
+        if len(more) <= len(chosen):
+            return chosen
+        seconds = gain.cost.seconds(len(more)) - (gain.cost.seconds(len(chosen)) if chosen else 0)
+        self._credit -= seconds / self.cost.curve(view.context)[view.num_rows]
+        return more
+
+    def _best_set(
+        self,
+        gain: SourceGain,
+        worth: dict[int, float],
+        view: StepView,
+        expected: Sequence[float],
+    ) -> list[int]:
+        """Requests that raise tokens per second together, by what asking for them is worth."""
+        asks = view.asks
+        falling = sorted(worth, key=lambda index: -worth[index])
         late = 0.0  # seconds to take in texts
         # Rows that the drafts so far will add: about as many as the tokens they promise.
         rows = min(view.row_budget, round(1.5 * sum(expected)))
-        first = view.num_rows + rows
-        last = first + round(gain.rows * len(falling))
-        curve = self.cost.seconds(first, last, view.context)
+        curve = self.cost.curve(view.context)
+        first, last = view.num_rows + rows, len(curve) - 1
         tokens = sum(ask.weight * (1.0 + value) for ask, value in zip(asks, expected, strict=True))
-        best = tokens / (curve[0] + view.spent) * (TO_GO_ON if gain.is_on else TO_BEGIN)
+        best = tokens / (curve[first] + view.spent) * (TO_GO_ON if gain.is_on else TO_BEGIN)
         count = 0
         for number, index in enumerate(falling, 1):
             tokens += worth[index]
             late += gain.intake_seconds(asks[index])
-            added = min(len(curve) - 1, round(gain.rows * number))
-            rate = tokens / (curve[added] + view.spent + gain.cost.seconds(number) + late)
+            seconds = curve[min(last, first + round(gain.rows * number))]
+            rate = tokens / (seconds + view.spent + gain.cost.seconds(number) + late)
             if rate > best:
                 best, count = rate, number
-        return set(falling[:count])
+        return falling[:count]
 
     def _merged(self, ask: Ask) -> tuple[Draft, list[float]]:
-        drafts = [draft for draft in ask.drafts if draft.token_ids]
-        if not drafts:
-            return Draft(), []
-        return merge(drafts, [self._chances(draft, ask) for draft in drafts])
+        """The drafts of a request in one, and the chances of its tokens, down to the last of use.
+
+        Only what may pay is merged with the likeliest draft: to look whether a draft leaves it
+        takes a tenth of the time that it takes to merge them.
+        """
+        least = self._least / ask.weight
+        drafts: list[Draft] = []
+        chances: list[list[float]] = []
+        for draft in ask.drafts:
+            chance = self._chances(draft, ask)
+            if not chance:
+                continue
+            if draft.parents:
+                draft, chance = trimmed(draft, chance, least)
+            drafts.append(draft)
+            chances.append(chance)
+        if len(drafts) < 2:
+            return (drafts[0], chances[0]) if drafts else (NOTHING, [])
+        sums = [sum(each) for each in chances]
+        best = sums.index(max(sums))
+        kept = [
+            i
+            for i, draft in enumerate(drafts)
+            if i == best
+            or side_chance(drafts[best], chances[best], draft, chances[i]) > SIDE * least
+        ]
+        if len(kept) == 1:
+            return drafts[best], chances[best]
+        return trimmed(*merge([drafts[i] for i in kept], [chances[i] for i in kept]), least)
 
     def _threshold(
         self, view: StepView, chances: Sequence[Sequence[float]]
@@ -255,41 +346,24 @@ class Planner:
         ]
         worth.sort(reverse=True)
         del worth[view.row_budget :]
-        first = view.num_rows
-        seconds = self.cost.seconds(first, first + len(worth), view.context)
-        tokens = sum(ask.weight for ask in view.asks)
-        spent, count = view.spent, 0
-        best = tokens / (seconds[0] + spent)
-        for number, (more, cost) in enumerate(zip(worth, seconds[1:]), 1):  # noqa: B905
-            tokens += more
-            rate = tokens / (cost + spent)
-            if rate > best:
-                best, count = rate, number
+        first, spent = view.num_rows, view.spent
+        seconds = self.cost.curve(view.context)[first : first + len(worth) + 1]
+        tokens = accumulate(worth, initial=sum([ask.weight for ask in view.asks]))
+        rates = [total / (cost + spent) for total, cost in zip(tokens, seconds)]  # noqa: B905
+        best = max(rates)
+        count = rates.index(best)
+        if worth:
+            self._least = best * max(0.0, seconds[min(count + 1, len(worth))] - seconds[count])
         if self._num_steps % EXPLORE_EVERY == 0:
-            count = min(len(worth), max(count + 4, 2 * count))
+            count = min(len(worth), count + EXPLORED)
         return (worth[count - 1] if count else float("inf")), seconds
-
-    def _usual_threshold(self, view: StepView) -> float:
-        """What a token has to be worth at about the rows that the drafts so far will add."""
-        if self._step.threshold:
-            return self._step.threshold
-        chances = [self._chances(d, ask) for ask in view.asks for d in ask.drafts[:1]]
-        first = view.num_rows + min(sum(map(len, chances)), view.row_budget)
-        row, now = self._row_seconds(first, view)
-        weight = sum(ask.weight for ask in view.asks) + sum(map(sum, chances))
-        self._step.threshold = max(FLOOR, row * weight / (now + view.spent))
-        return self._step.threshold
-
-    def _row_seconds(self, num_rows: int, view: StepView) -> tuple[float, float]:
-        """Seconds that one more row takes, and those of `num_rows` rows."""
-        seconds = self.cost.seconds(num_rows, num_rows + 8, view.context)
-        return (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1), seconds[0]
 
     def _choose_in_order(self, view: StepView) -> list[Draft]:
         """The first source that has something, up to where its earlier tokens survive enough."""
         left = view.row_budget
-        row, now = self._row_seconds(view.num_rows, view)
-        threshold = row * max(1, len(view.asks)) / now
+        seconds = self.cost.seconds(view.num_rows, view.num_rows + 8, view.context)
+        row = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+        threshold = row * max(1, len(view.asks)) / seconds[0]
         chosen = []
         for ask in view.asks:
             draft = next((draft for draft in ask.drafts if draft.token_ids), Draft())
@@ -323,11 +397,11 @@ def _cut(
     left = view.row_budget
     for ask, draft, chance in zip(view.asks, drafts, chances, strict=True):
         least = threshold / ask.weight
-        if draft.is_tree:
+        if draft.parents:
             rows = [i for i, value in enumerate(chance) if value >= least]
             kept = straightened(subset(draft, rows))
         else:
-            kept = prefix(draft, sum(value >= least for value in chance))
+            kept = prefix(draft, len([value for value in chance if value >= least]))
         most = ask.allowed.num_draft_tokens
         kept = prefix(kept, left if most is None else min(left, most))
         left -= len(kept)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.drafts import cut_depth, matched, prefix
+from outrider.engine.merging import TREE_ROWS
 from outrider.policy.cost import CostModel, Surface
 from outrider.policy.traces import RequestTrace, Trace
 from outrider.policy.view import Ask, Policy, StepView
@@ -133,7 +134,8 @@ def _step(
             timed(policy.observe_call, source.name, asked, base + each * asked)
     chosen = timed(policy.choose, view)
     rows = len(asks) + sum(map(len, chosen))
-    seconds = truth.seconds(rows, rows, context)[0]
+    dear = min(rows + TREE_ROWS * sum(draft.is_tree for draft in chosen), truth.max_rows)
+    seconds = truth.curve(context)[dear]
     learnt.observe(rows, seconds, context)
     for request, ask, draft in zip(running, asks, chosen, strict=True):
         rest = request.trace.token_ids[request.place : request.place + 65]

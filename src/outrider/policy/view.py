@@ -47,7 +47,7 @@ class Policy(Protocol):
         ...
 
     def extensions(self, source: DraftSource, view: StepView) -> list[tuple[int, Draft]]:
-        """For each ask a chain, and how many tokens may follow it; 0: none."""
+        """For each ask a chain, and how many tokens may follow it; 0: none. Empty: for no ask."""
         ...
 
     def choose(self, view: StepView) -> list[Draft]:
