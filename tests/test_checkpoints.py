@@ -50,6 +50,7 @@ def make_random(config: DrafterConfig) -> Drafter:
             parameter.copy_((0.3 * torch.randn_like(parameter) + 0.1).bfloat16())
     drafter.d2t = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
     drafter.temperatures = torch.rand(config.num_draft_tokens) + 0.5
+    drafter.shifts = torch.rand(config.num_draft_tokens) - 0.5
     return drafter
 
 
@@ -87,6 +88,7 @@ def test_what_is_saved_is_loaded(algorithm, tmp_path):
     assert not loaded.drafter.training and loaded.drafter.head.numel() == 0
     assert loaded.drafter.norm.weight.dtype == torch.bfloat16
     assert loaded.drafter.temperatures.equal(drafter.temperatures)
+    assert loaded.drafter.shifts.equal(drafter.shifts)
     assert loaded.drafter.d2t.equal(drafter.d2t) and loaded.drafter.d2t.dtype == torch.int64
     assert guessed(loaded.drafter).equal(guessed(drafter))
 

@@ -117,21 +117,21 @@ def test_being_asked_twice_for_one_text_is_no_fault(kind: str) -> None:
     check(talk, ["a"], talk.propose({"a": 4}))
 
 
-def test_temperatures_calibrate_confidence() -> None:
+def test_temperatures_and_shifts_calibrate_confidence() -> None:
     drafter = toy_drafter("dspark", V)
     talk = Conversation(drafter)
     talk.grow("a", 8)
     [before] = talk.propose({"a": 4})
     drafter = toy_drafter("dspark", V)
     drafter.temperatures[:] = torch.tensor([1.0, 2.0, 4.0, 0.5])
+    drafter.shifts[:] = torch.tensor([0.5, 0.0, -0.25, 0.125])
     talk = Conversation(drafter)
     talk.grow("a", 8)
     [after] = talk.propose({"a": 4})
     assert after.token_ids == before.token_ids
     logits = torch.logit(torch.tensor([before.confidence, after.confidence]).double())
-    torch.testing.assert_close(
-        logits[0] / logits[1], drafter.temperatures.double(), rtol=1e-4, atol=0
-    )
+    expected = logits[0] / drafter.temperatures + drafter.shifts
+    torch.testing.assert_close(logits[1], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

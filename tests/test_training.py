@@ -31,8 +31,8 @@ from outrider.target.load import load_model
 from outrider.training.batches import Place, Shares, split
 from outrider.training.calibrate import (
     expected_error,
+    fit,
     fit_and_check,
-    fit_temperatures,
     survival_errors,
 )
 from outrider.training.checkpoint import STATE, load_state, save_state
@@ -386,18 +386,22 @@ def test_calibration_error_of_known_cases() -> None:
     assert expected_error(said, truth) == pytest.approx((4 * 0.15 + 2 * 0.1) / 6, abs=1e-6)
 
 
-def test_temperatures_undo_confidence_that_is_too_sure() -> None:
+def test_temperatures_and_shifts_undo_confidence_that_is_too_sure() -> None:
     random = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(20_000, 3, generator=random)
+    logits = 2 * torch.randn(80_000, 3, generator=random)
     hits = torch.bernoulli(torch.sigmoid(logits), generator=random)
     factors = torch.tensor([2.0, 1.0, 0.5])
-    judged = Judged(torch.arange(20_000), hits, logits * factors, 0.0)
-    found = fit_temperatures(judged)
-    assert torch.allclose(found, factors, rtol=0.15)
-    numbers = range(20_000)
+    shifts = torch.tensor([-0.5, 0.0, 0.4])
+    judged = Judged(torch.arange(80_000), hits, (logits - shifts) * factors, 0.0)
+    temperatures, found = fit(judged)
+    assert torch.allclose(temperatures, factors, rtol=0.15)
+    assert torch.allclose(found, shifts, atol=0.11)
+    numbers = range(80_000)
     done = fit_and_check(judged.of(numbers[::2]), judged.of(numbers[1::2]))
     assert max(done.ece_after) < 0.02 < max(done.ece_before)
-    assert done.ece_before == survival_errors(judged.of(numbers[1::2]), torch.ones(3))
+    assert done.ece_before == survival_errors(
+        judged.of(numbers[1::2]), torch.ones(3), torch.zeros(3)
+    )
 
 
 def test_held_out_texts_are_never_trained_on(places, tmp_path) -> None:

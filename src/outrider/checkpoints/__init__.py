@@ -93,7 +93,7 @@ def export_drafter(
 ) -> None:
     """Write a drafter in a format of others, bf16; one that is there is replaced as a whole.
 
-    Calibrated temperatures have no place in them and are left out.
+    The calibration of confidences has no place in them and is left out.
 
     Args:
         format: one of FORMATS.

@@ -56,8 +56,8 @@ def build_from(
 
 
 def tensors_of(drafter: Drafter, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """The state of a drafter to store: parameters in `dtype`, d2t int32, temperatures float32."""
-    kept = {"d2t": torch.int32, "temperatures": torch.float32}
+    """The state of a drafter to store: parameters in `dtype`, d2t int32, calibration float32."""
+    kept = {"d2t": torch.int32, "temperatures": torch.float32, "shifts": torch.float32}
     return {
         name: value.detach().cpu().to(kept.get(name, dtype))
         for name, value in drafter.state_dict().items()

@@ -163,6 +163,7 @@ def _our_tensors(
     if named is not None and not named.nonzero().squeeze(1).equal(ids.sort().values):
         raise DataError(f"t2d and d2t of {source} name different tokens")
     found["temperatures"] = torch.ones(config.num_draft_tokens)
+    found["shifts"] = torch.zeros(config.num_draft_tokens)
     return {**found, "d2t": ids}
 
 
@@ -178,7 +179,7 @@ def their_tensors(drafter: Drafter) -> dict[str, torch.Tensor]:
     if bool((drafter.d2t.diff() <= 0).any()):
         raise DataError("the d2t of this drafter must ascend to be written in another format")
     found = tensors_of(drafter)
-    del found["d2t"], found["temperatures"]
+    del found["d2t"], found["temperatures"], found["shifts"]
     found = {RENAMED.get(name, name): value for name, value in found.items()}
     if config.draft_vocab_size < config.vocab_size:
         found["d2t"] = drafter.d2t - torch.arange(config.draft_vocab_size)

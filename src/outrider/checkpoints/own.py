@@ -3,7 +3,7 @@
 config.json         {"format": "outrider drafter", "version": 1, "drafter": DrafterConfig,
                      "target": {name, fingerprint, vocab_size, hidden_size, num_layers, ...},
                      "provenance": {...}}
-model.safetensors   the module's state, bf16; d2t int32, temperatures float32
+model.safetensors   the module's state, bf16; d2t int32, temperatures and shifts float32
 """
 
 from pathlib import Path

@@ -137,7 +137,7 @@ def calibrate(
     data: DataPath,
     features: FeaturesPath = None,
 ) -> None:
-    """Fit the temperatures of a drafter's confidences, and store them in it.
+    """Calibrate a drafter's confidences: a temperature and a shift per depth, stored in it.
 
     Of the data that it was trained on, the texts that were held out are taken; of other data all.
     """
@@ -149,13 +149,16 @@ def calibrate(
     directory = path / "drafter" if (path / "run.json").exists() else path
     loaded = load_drafter(directory)
     if loaded.format != "outrider":
-        raise DataError(f"{directory} has the format {loaded.format}, which keeps no temperatures")
+        raise DataError(f"{directory} has the format {loaded.format}, which keeps no calibration")
     target.set_threads()
     found = recalibrate(loaded, directory, Data(data), target.find(), features)
     before, after = (sum(e) / len(e) for e in (found.ece_before, found.ece_after))
-    temperatures = " ".join(f"{value:.2f}" for value in found.temperatures)
+    temperatures, shifts = (
+        " ".join(f"{value:.2f}" for value in values)
+        for values in (found.temperatures, found.shifts)
+    )
     messages().print(
-        f"{directory}: temperatures {temperatures}; calibration error of survival {before:.1%}, "
-        f"now {after:.1%}",
+        f"{directory}: temperatures {temperatures}; shifts {shifts}; calibration error of "
+        f"survival {before:.1%}, now {after:.1%}",
         soft_wrap=True,
     )

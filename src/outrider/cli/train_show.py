@@ -82,7 +82,7 @@ def print_result(console: "Console", result: "Result") -> None:
             sum(errors) / len(errors)
             for errors in (result.calibration.ece_before, result.calibration.ece_after)
         )
-        console.print(f"calibration error of survival: {before:.1%}, with temperatures {after:.1%}")
+        console.print(f"calibration error of survival: {before:.1%}, calibrated {after:.1%}")
     curve = "" if result.curve is None else f", curve: {result.curve}"
     console.print(f"drafter: {result.drafter}{curve}", soft_wrap=True)
 

@@ -82,7 +82,9 @@ class Drafter(nn.Module):
     own_embedding: torch.Tensor | None  # [V, H], stored, where it is not the target's
     own_head: torch.Tensor | None  # [U, H], likewise
     d2t: torch.Tensor  # int64 [U], the target's id of each of its tokens
-    temperatures: torch.Tensor  # float32 [K], what divides the logits of confidences, by depth
+    # By depth, what calibrates confidences: sigmoid(logit / temperature + shift).
+    temperatures: torch.Tensor  # float32 [K]
+    shifts: torch.Tensor  # float32 [K]
     # While drafting, what makes the input of the layers in place of the modules of training.
     projection: Callable[..., torch.Tensor] | None = None
 
@@ -93,6 +95,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.register_buffer("d2t", torch.arange(config.draft_vocab_size))
         self.register_buffer("temperatures", torch.ones(config.num_draft_tokens))
+        self.register_buffer("shifts", torch.zeros(config.num_draft_tokens))
         self.register_buffer("embedding", torch.empty(0), persistent=False)
         self.register_buffer("head", torch.empty(0), persistent=False)
         self.register_buffer("own_embedding", None)

@@ -84,7 +84,8 @@ class NeuralSource(DraftSource):
         self._requests: dict[str, _Request] = {}
         self._arena = KVArena(1)
         self._rollout: Rollout[Any]
-        self._temperatures = drafter.temperatures.tolist()
+        self._temperatures = drafter.temperatures.cpu().numpy()
+        self._shifts = drafter.shifts.cpu().numpy()
 
     def bind(self, target: Target, tokenizer: object | None, max_num_seqs: int) -> None:
         """Check that the drafter is of this target, and make room for KV.
@@ -235,8 +236,9 @@ class NeuralSource(DraftSource):
             self._arena.commit(request_id, new)
 
     def _draft(self, seat: Seat) -> Draft:
-        temperatures = self._temperatures[: len(seat.tokens)]
-        logits = np.clip(np.array(seat.chances) / np.array(temperatures), -SURE, SURE)
+        count = len(seat.tokens)
+        logits = np.array(seat.chances) / self._temperatures[:count] + self._shifts[:count]
+        logits = np.clip(logits, -SURE, SURE)
         return Draft(
             token_ids=seat.tokens,
             probs=torch.stack(seat.probs) if seat.probs else None,

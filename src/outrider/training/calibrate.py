@@ -1,12 +1,15 @@
-"""Confidences that mean what they say: one temperature per depth, fitted from left to right.
+"""Confidences that mean what they say: a temperature and a shift per depth, from left to right.
 
 Sequential temperature scaling (DSpark, arXiv 2607.05147): the chance that a draft survives to a
 depth is the product of the confidences down to it, and the temperature of that depth is the one
-with which this product is best calibrated, those of the depths before it being fixed.
+with which this product is best calibrated, those of the depths before it being fixed. A shift of
+the logit comes with it here (Platt): a drafter that knows its training texts too well is too sure
+of all others, and no temperature moves a chance of a half.
 
 Shape legend: A drafts, K depths.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +30,18 @@ from outrider.training.features import feature_source
 from outrider.training.losses import LossWeights
 from outrider.training.recipe import Optimisation, recipe_of
 
-GRID = torch.logspace(-2, 2, 161, base=2.0)  # 1/4 to 4, with 1 in the middle
+OCTAVES, SHIFTS = torch.linspace(-2, 2, 17), torch.linspace(-1, 1, 17)  # temperatures: 1/4 to 4
+FINER = torch.linspace(-1, 1, 9)  # of a step of either, around the best
 BINS = 20
 ANCHORS_PER_TEXT = 128  # errors of a few percent are seen in thousands of drafts only
 
 
 @dataclass(slots=True)
 class Calibration:
-    """Temperatures by depth, and the calibration error of survival before and after, by depth."""
+    """What calibrates each depth, and the calibration error of survival before and after there."""
 
     temperatures: list[float]
+    shifts: list[float]
     ece_before: list[float]
     ece_after: list[float]
 
@@ -44,25 +49,42 @@ class Calibration:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def fit_temperatures(judged: Judged) -> torch.Tensor:
-    """Temperature of each depth, float32 [K]; the confidence is sigmoid(logit / temperature)."""
+def fit(judged: Judged) -> tuple[torch.Tensor, torch.Tensor]:
+    """Temperature and shift of each depth, float32 [K]: sigmoid(logit / temperature + shift)."""
     truth = judged.hits.cumprod(dim=1)  # [A, K]
     survival = torch.ones(len(truth))
-    found = []
+    temperatures, shifts = [], []
     for depth in range(truth.shape[1]):
-        logits = judged.confidence[:, depth]
-        errors = [
-            expected_error(survival * torch.sigmoid(logits / value), truth[:, depth])
-            for value in GRID
-        ]
-        best = GRID[min(range(len(errors)), key=errors.__getitem__)]
-        found.append(best)
-        survival = survival * torch.sigmoid(logits / best)
-    return torch.stack(found)
+        temperature, shift = _fit_depth(judged.confidence[:, depth], survival, truth[:, depth])
+        temperatures.append(temperature)
+        shifts.append(shift)
+        survival = survival * _chance(judged.confidence[:, depth], temperature, shift)
+    return torch.stack(temperatures), torch.stack(shifts)
+
+
+def _fit_depth(
+    logits: torch.Tensor, survival: torch.Tensor, truth: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Temperature and shift with which survival [A] to the depth before and logits [A] say best
+    what survives to this one."""
+
+    def error(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+        octave, shift = pair
+        return expected_error(survival * _chance(logits, 2**octave, shift), truth)
+
+    octave, shift = min(itertools.product(OCTAVES, SHIFTS), key=error)
+    steps = OCTAVES[1] - OCTAVES[0], SHIFTS[1] - SHIFTS[0]
+    around = itertools.product(octave + steps[0] * FINER, shift + steps[1] * FINER)
+    octave, shift = min(around, key=error)
+    return 2**octave, shift
+
+
+def _chance(logits: torch.Tensor, temperatures: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(logits / temperatures + shifts)
 
 
 def calibrate(drafter: Drafter, judged: Judged, num_texts: int) -> Calibration | None:
-    """Fit on every other text, tell the error on the rest, and set the drafter's temperatures.
+    """Fit on every other text, tell the error on the rest, and calibrate the drafter.
 
     None, and nothing is set, where one of the halves has no text that is long enough.
     """
@@ -73,6 +95,7 @@ def calibrate(drafter: Drafter, judged: Judged, num_texts: int) -> Calibration |
     found = fit_and_check(fitted, checked)
     with torch.no_grad():
         drafter.temperatures.copy_(torch.tensor(found.temperatures))
+        drafter.shifts.copy_(torch.tensor(found.shifts))
     return found
 
 
@@ -130,18 +153,21 @@ def _held_out(
 
 def fit_and_check(fitted: Judged, checked: Judged) -> Calibration:
     """Fit on some drafts, and tell the error on others."""
-    temperatures = fit_temperatures(fitted)
-    plain = torch.ones_like(temperatures)
+    temperatures, shifts = fit(fitted)
+    plain = torch.ones_like(temperatures), torch.zeros_like(shifts)
     return Calibration(
         temperatures.tolist(),
-        survival_errors(checked, plain),
-        survival_errors(checked, temperatures),
+        shifts.tolist(),
+        survival_errors(checked, *plain),
+        survival_errors(checked, temperatures, shifts),
     )
 
 
-def survival_errors(judged: Judged, temperatures: torch.Tensor) -> list[float]:
-    """Calibration error of survival at each depth with these temperatures [K]."""
-    said = torch.sigmoid(judged.confidence / temperatures).cumprod(dim=1)
+def survival_errors(
+    judged: Judged, temperatures: torch.Tensor, shifts: torch.Tensor
+) -> list[float]:
+    """Calibration error of survival at each depth with these [K]."""
+    said = _chance(judged.confidence, temperatures, shifts).cumprod(dim=1)
     truth = judged.hits.cumprod(dim=1)
     return [expected_error(said[:, k], truth[:, k]) for k in range(truth.shape[1])]
 
