@@ -16,6 +16,7 @@ from serving_cases import make_llm
 from outrider import SamplingParams
 from outrider.drafting.source import Draft
 from outrider.serving.app import create_app
+from outrider.serving.limits import Keys
 from outrider.serving.service import Settings
 
 pytestmark = [
@@ -69,7 +70,8 @@ def sure(rest, context) -> Draft:
 @pytest.fixture(scope="module")
 def source():
     answer = plain(PROMPT)
-    return Slowly({str(i): answer.token_ids for i in range(99)}, sure)
+    owner = Keys([KEY]).owner(f"Bearer {KEY}")  # requests are named by whose they are
+    return Slowly({f"{owner}/{i}": answer.token_ids for i in range(99)}, sure)
 
 
 @pytest.fixture(scope="module")
