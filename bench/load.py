@@ -82,11 +82,16 @@ class Reply:
     @property
     def is_whole(self) -> bool:
         """Whether all came that the server wanted to send."""
-        head, _, body = b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")
+        head, body = self.parts()
         length = self.headers.get("content-length")
         return bool(head) and (
             body.endswith(b"0\r\n\r\n") if length is None else len(body) >= int(length)
         )
+
+    def parts(self) -> tuple[bytes, bytes]:
+        """The head and what came behind it."""
+        head, _, body = b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")
+        return head, body
 
     @property
     def status(self) -> int:
@@ -96,17 +101,14 @@ class Reply:
 
     @property
     def headers(self) -> dict[str, str]:
-        head = (
-            b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")[0].decode("latin-1")
-        )
-        pairs = [line.partition(": ") for line in head.split("\r\n")[1:]]
+        lines = self.parts()[0].decode("latin-1").split("\r\n")
+        pairs = [line.partition(": ") for line in lines[1:]]
         return {name.lower(): value for name, _, value in pairs}
 
     def body(self) -> Any:
         """The JSON of an answer that is not streamed; else None."""
-        raw = b"".join(piece for _, piece in self.pieces).partition(b"\r\n\r\n")[2]
         try:
-            return json.loads(raw)
+            return json.loads(self.parts()[1])
         except ValueError:
             return None
 
@@ -182,9 +184,8 @@ def _request(path: str, body: Any, method: str) -> bytes:
 async def scrape(port: int) -> dict[str, float]:
     """The server's `/metrics`: series with their labels, but those of the model, to values."""
     reply = await call(port, "/metrics", b"", "GET")
-    text = b"".join(piece for _, piece in reply.pieces).decode().partition("\r\n\r\n")[2]
     found = {}
-    for line in text.splitlines():
+    for line in reply.parts()[1].decode().splitlines():
         if not line.startswith("#") and " " in line:
             name, _, value = line.rpartition(" ")
             name = re.sub(r'(engine|model_name)="[^"]*",?', "", name).replace(",}", "}")

@@ -152,7 +152,7 @@ def calibrate(
         raise DataError(f"{directory} has the format {loaded.format}, which keeps no calibration")
     target.set_threads()
     found = recalibrate(loaded, directory, Data(data), target.find(), features)
-    before, after = (sum(e) / len(e) for e in (found.ece_before, found.ece_after))
+    before, after = found.mean_errors
     temperatures, shifts = (
         " ".join(f"{value:.2f}" for value in values)
         for values in (found.temperatures, found.shifts)

@@ -1,4 +1,4 @@
-"""Options that the commands of `outrider train` share, and how long work is shown."""
+"""Options of `outrider train`, those of the target of `estimate` too, and how work is shown."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -78,10 +78,7 @@ def print_result(console: "Console", result: "Result") -> None:
         depths = " ".join(f"{share:.2f}" for share in result.held_out.conditional)
         console.print(f"each depth, given those before it: {depths}", soft_wrap=True)
     if result.calibration is not None:
-        before, after = (
-            sum(errors) / len(errors)
-            for errors in (result.calibration.ece_before, result.calibration.ece_after)
-        )
+        before, after = result.calibration.mean_errors
         console.print(f"calibration error of survival: {before:.1%}, calibrated {after:.1%}")
     curve = "" if result.curve is None else f", curve: {result.curve}"
     console.print(f"drafter: {result.drafter}{curve}", soft_wrap=True)

@@ -31,7 +31,6 @@ NEWS, SHARE = 256, 0.125
 
 PLACES = [sum(depth > top for top in TOPS) for depth in range(1, 65)]  # class by depth - 1
 NUM_PLACES = len(TOPS) + 1
-RIGHT = [True] * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ class Calibration:
         for said, parent in zip(_confidence(draft), draft.parents):  # noqa: B905
             depth = depths[parent] + 1 if parent >= 0 else 0
             depths.append(depth)
-            said += shift[PLACES[depth] if depth < len(PLACES) else -1][int(said * BINS)]
+            said += shift[_place(depth)][int(said * BINS)]
             said = LEAST if said < LEAST else MOST if said > MOST else said
             chances.append(said * chances[parent] if parent >= 0 else said)
         return chances
@@ -174,7 +173,7 @@ class Calibration:
             return depth
         last = min(depth + 1, len(draft), len(true_ids))
         name = extended(draft.sources[-1]) if first else draft.source
-        right = RIGHT[: depth - first] if depth - first <= len(RIGHT) else [True] * (depth - first)
+        right = [True] * (depth - first)
         if last > depth:
             right.append(False)
         places = (

@@ -180,13 +180,13 @@ class ChatAnswer(Answer[ChatCall]):
     _parsers: dict[int, ChatParser] = field(default_factory=dict)  # of choices that have begun
     _num_calls: dict[int, int] = field(default_factory=dict)
 
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
     @property
     def says_only_text(self) -> bool:
         is_read = self.reads_thoughts or self.call.calls_tools or self.call.logprobs
         return not (is_read or self._has_extras)
-
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
 
     def _parser(self) -> ChatParser:
         return ChatParser(self.reads_thoughts, self.call.calls_tools, self.is_thinking)

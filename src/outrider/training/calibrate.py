@@ -45,6 +45,12 @@ class Calibration:
     ece_before: list[float]
     ece_after: list[float]
 
+    @property
+    def mean_errors(self) -> tuple[float, float]:
+        """Of all depths, before and after."""
+        before, after = (sum(each) / len(each) for each in (self.ece_before, self.ece_after))
+        return before, after
+
     def as_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
