@@ -1,5 +1,6 @@
 """A draft in one compiled call against the same draft call by call: the same tokens."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from outrider.drafters.native_draft import Asked, NativeBlocks, native_blocks
 from outrider.drafters.native_heads import input_projection
 from outrider.drafters.stack import TorchStack
 from outrider.drafting.chooser import Chooser, Seat
+from outrider.drafting.neural import NeuralSource
 from outrider.drafting.rollout import (
     BlockRollout,
     MaskedRollout,
@@ -20,7 +22,7 @@ from outrider.drafting.rollout import (
     SequentialBlockRollout,
     make_rollout,
 )
-from outrider.drafting.source import DraftContext
+from outrider.drafting.source import Draft, DraftContext
 from outrider.native import library
 from outrider.sampling_params import SamplingParams
 
@@ -129,3 +131,36 @@ def test_texts_beyond_what_it_knows_and_foreign_tokens_are_caught() -> None:
         )
         with pytest.raises(AssertionError):
             made._blocks.draft(asked)
+
+
+@pytest.mark.parametrize("shape", ["dflash", "dspark", "peagle", "eagle3", "mtp"])
+def test_torch_shares_nothing_out_beside_compiled_layers(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that it woke would spin on the cores that the target's next forward wants."""
+    drafter = toy_drafter(shape, **SHAPES[shape])
+    config = drafter.config
+    target: Any = SimpleNamespace(
+        num_layers=config.target_num_layers,
+        hidden_size=config.target_hidden_size,
+        vocab_size=config.vocab_size,
+        embedding=drafter.embedding,
+        head=torch.randn(config.vocab_size, config.hidden_size),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        max_model_len=64,
+    )
+    source = NeuralSource(drafter)
+    source.bind(target, None, 2)
+    monkeypatch.setattr(source._rollout, "draft", lambda seats: seen.append(threads()))
+    monkeypatch.setattr(source, "_draft", lambda seat: Draft())
+    threads, seen = torch.get_num_threads, []
+    usual = threads()
+    torch.set_num_threads(2)
+    try:
+        features = torch.zeros(9, config.feature_size)
+        text = np.arange(10, dtype=np.int32)
+        source.propose([DraftContext("a", text, 1, GREEDY, features=features)], [2])
+        assert seen == [1] and threads() == 2
+    finally:
+        torch.set_num_threads(usual)

@@ -208,6 +208,19 @@ def test_rows_go_to_the_request_that_weighs_more() -> None:
     assert len(chosen[0]) > len(chosen[1])
 
 
+def test_drafts_are_no_cheaper_beside_a_prompt() -> None:
+    """Its rows are due in any case: a draft saves later steps of decoding, and none of them."""
+    surface = Surface((1, 512), (0.01, 0.09), (0.0, 0.0))  # a row is 1.5 % of a step
+    draft = Draft(list(range(16)), confidence=[0.8] * 16, source="a")
+    lengths = []
+    for prompt_rows in (0, 60, 400):
+        planner = Planner(CostModel(512, surface))
+        asks = [Ask(f"r{i}", 20, drafts=[draft] if i == 0 else []) for i in range(8)]
+        chosen = planner.choose(StepView(asks, 8 + prompt_rows, 90))
+        lengths.append(len(chosen[0]))
+    assert 2 <= lengths[0] < 16 and lengths == [lengths[0]] * 3
+
+
 def test_terms_and_rules_narrow_each_other() -> None:
     both = narrowed(Allowed(None, 4, frozenset("x")), Terms(sources=["x", "y"], num_draft_tokens=9))
     assert both.sources == ("y",) and both.num_draft_tokens == 4

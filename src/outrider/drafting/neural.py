@@ -4,7 +4,8 @@ Shape legend: B requests of a call, m tokens with new features, F feature width.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from outrider.errors import ConfigError, KVFull
 from outrider.target.base import PAGE_SIZE, Target
 from outrider.target.kv import KVArena, pages_for
 from outrider.target.sampling import draft_noise_key
+from outrider.threads import one_thread
 
 MAX_ROWS = 512  # of one forward: the rows of longer prompts are taken in in portions
 SURE = 50.0  # logit of a confidence, at most: beyond it exp leaves the range
@@ -84,6 +86,7 @@ class NeuralSource(DraftSource):
         self._requests: dict[str, _Request] = {}
         self._arena = KVArena(1)
         self._rollout: Rollout[Any]
+        self._threads: Callable[[], AbstractContextManager[None]] = nullcontext
         self._temperatures = drafter.temperatures.cpu().numpy()
         self._shifts = drafter.shifts.cpu().numpy()
 
@@ -119,6 +122,8 @@ class NeuralSource(DraftSource):
         num_pages = max_num_seqs * pages_for(longest)
         self.kv_lag = self._rollout.lag
         stacks = self._rollout.stacks
+        if all(isinstance(stack, NativeStack) for stack in stacks):
+            self._threads = one_thread  # torch only copies
         token_bytes = sum(stack.kv_bytes_per_token for stack in stacks)
         if token_bytes:
             num_pages = min(num_pages, KV_BYTES // (token_bytes * PAGE_SIZE))
@@ -160,7 +165,7 @@ class NeuralSource(DraftSource):
         self, contexts: Sequence[DraftContext], budgets: Sequence[int], num_final: Sequence[int]
     ) -> list[Draft]:
         """Drafts behind texts of which the first `num_final` tokens are final."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads():
             asked = zip(contexts, budgets, num_final, strict=True)
             admitted = [self._admit(*each) for each in asked]
             seats = [seat for seat in admitted if seat is not None]

@@ -14,7 +14,7 @@ import torch
 from outrider.checks import INT32_MAX, integer
 from outrider.drafting.source import DraftSource
 from outrider.engine.batch import pack
-from outrider.engine.features import SlotFeatures, one_thread, slots_of
+from outrider.engine.features import SlotFeatures, slots_of
 from outrider.engine.intake import Intake
 from outrider.engine.load import LoadMeter
 from outrider.engine.output import TokenizerLike
@@ -35,6 +35,7 @@ from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
 from outrider.target.kv import KVArena, pages_for
 from outrider.terms import Terms
+from outrider.threads import one_thread
 
 DRAFT_ROWS = 8  # rows per decoding request that prompts leave free: one row tile of a linear
 PROMPT_SLOWDOWN = 2.0  # how much longer prompts may make a step in which others decode …

@@ -6,29 +6,10 @@ features of every token. They lie by KV slot, so they belong to whoever holds th
 Shape legend: S slots of the arena, n tokens of one text, F width of all features.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 
 from outrider.target.base import PAGE_SIZE
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch from sharing out small copies.
-
-    From 32,768 numbers on it wakes its threads for them, and these then spin for milliseconds on
-    the cores that the kernels of the next forward want: on two cores a forward after such a copy
-    took 1.4 times as long.
-    """
-    usual = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(usual)
 
 
 class SlotFeatures:

@@ -12,7 +12,6 @@ from outrider.checks import INT32_MAX, integer, shown
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.engine.answers import check_answer
 from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part, subset
-from outrider.engine.features import one_thread
 from outrider.engine.guard import STALL_PER_TOKEN, STALL_SECONDS, Guard
 from outrider.engine.merging import joined
 from outrider.engine.request import Request
@@ -26,6 +25,7 @@ from outrider.policy.weights import weight_of
 from outrider.target.base import Target
 from outrider.target.kv import KVArena
 from outrider.terms import Terms
+from outrider.threads import one_thread
 
 MAX_KINDS = 32  # that are told apart: users may write anything there
 

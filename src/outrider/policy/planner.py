@@ -293,16 +293,26 @@ class Planner:
         curve = self.cost.curve(view.context)
         first, last = view.num_rows + rows, len(curve) - 1
         tokens = sum(ask.weight * (1.0 + value) for ask, value in zip(asks, expected, strict=True))
-        best = tokens / (curve[first] + view.spent) * (TO_GO_ON if gain.is_on else TO_BEGIN)
+        spent = view.spent - self._due(view)
+        best = tokens / (curve[first] + spent) * (TO_GO_ON if gain.is_on else TO_BEGIN)
         count = 0
         for number, index in enumerate(falling, 1):
             tokens += worth[index]
             late += gain.intake_seconds(asks[index])
             seconds = curve[min(last, first + round(gain.rows * number))]
-            rate = tokens / (seconds + view.spent + gain.cost.seconds(number) + late)
+            rate = tokens / (seconds + spent + gain.cost.seconds(number) + late)
             if rate > best:
                 best, count = rate, number
         return falling[:count]
+
+    def _due(self, view: StepView) -> float:
+        """Seconds that rows of prompts take in a step.
+
+        They are due whatever is drafted. Were they counted, a draft token would look cheap beside
+        them; but it saves none of them, only a share of a later step of as many requests.
+        """
+        curve = self.cost.curve(view.context)
+        return curve[view.num_rows] - curve[min(len(view.asks), view.num_rows)]
 
     def _merged(self, ask: Ask) -> tuple[Draft, list[float]]:
         """The drafts of a request in one, and the chances of its tokens, down to the last of use.
@@ -346,7 +356,7 @@ class Planner:
         ]
         worth.sort(reverse=True)
         del worth[view.row_budget :]
-        first, spent = view.num_rows, view.spent
+        first, spent = view.num_rows, view.spent - self._due(view)
         seconds = self.cost.curve(view.context)[first : first + len(worth) + 1]
         tokens = accumulate(worth, initial=sum([ask.weight for ask in view.asks]))
         rates = [total / (cost + spent) for total, cost in zip(tokens, seconds)]  # noqa: B905
