@@ -55,7 +55,7 @@ def evaluate(
     threads = target.set_threads()
     llm = _load(target, config, draft_tokens, batch)
     check_room(llm.engine.max_model_len, workload.max_tokens, workload.input_tokens)
-    found = _roll_out(llm, prompts, workload, batch)
+    found = _roll_out(llm, prompts, workload, batch, draft_tokens)
     result = {
         **found.as_json(),
         "config": config,
@@ -105,7 +105,13 @@ def _load(
         )
 
 
-def _roll_out(llm: "LLM", prompts: "Workload", options: WorkloadOptions, batch: int) -> "Rollouts":
+def _roll_out(
+    llm: "LLM",
+    prompts: "Workload",
+    options: WorkloadOptions,
+    batch: int,
+    draft_tokens: int | None,
+) -> "Rollouts":
     from outrider.bench.drive import Pass, drive
     from outrider.bench.workload import encoded
     from outrider.engine.times import StepTimes
@@ -128,7 +134,8 @@ def _roll_out(llm: "LLM", prompts: "Workload", options: WorkloadOptions, batch: 
             advance(len(part))
     categories = [prompt.category for prompt in prompts.prompts]
     [source] = llm.engine.speculation.sources
-    return acceptance(total, categories, source.max_draft_tokens)
+    most = source.max_draft_tokens
+    return acceptance(total, categories, most if draft_tokens is None else min(most, draft_tokens))
 
 
 def calibrate(

@@ -99,7 +99,8 @@ def print_rollouts(console: "Console", found: "Rollouts") -> None:
         )
     console.print(table)
     console.print(
-        "in brackets: 95 % of resampled prompts · by depth: given that all before it were",
+        "in brackets: 95 % of resampled prompts · by depth: given that all before it were; a step "
+        "without a draft accepts nothing, depths that none came to are left out",
         style="dim",
     )
     loops = found.loops

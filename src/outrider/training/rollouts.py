@@ -35,7 +35,8 @@ class Acceptance:
     num_prompts: int
     num_steps: int  # forwards of the target behind the prompt's
     length: Share  # tokens per step, with the one that the target adds
-    conditional: list[float]  # by depth: chance of acceptance, given all before it
+    # By depth: chance of acceptance, given all before it; up to the last one that a step came to.
+    conditional: list[float]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,7 +70,7 @@ def acceptance(passed: Pass, categories: Sequence[str], depths: int, seed: int =
     Args:
         passed: what `drive` gives.
         categories: by prompt index.
-        depths: draft tokens per step.
+        depths: draft tokens per step, most.
     """
     steps = {answer.index: _steps(answer.token_ids, answer.arrivals) for answer in passed.answers}
     names = sorted({categories[index] for index in steps})
@@ -98,15 +99,13 @@ def _kind(name: str, steps: list[np.ndarray], depths: int, seed: int) -> Accepta
     joined = np.concatenate(steps)
     # A step of n tokens accepted n - 1; the last one of an answer may have been cut by its end.
     whole = np.concatenate([counts[:-1] for counts in steps])
-    reached = [int((whole > depth).sum()) for depth in range(depths + 1)]
+    reached = [int((whole > depth).sum()) for depth in range(depths + 1)]  # falling
     return Acceptance(
         category=name,
         num_prompts=len(steps),
         num_steps=len(joined),
         length=_ratio(tokens, numbers, seed),
-        conditional=[
-            after / before if before else 0.0 for before, after in itertools.pairwise(reached)
-        ],
+        conditional=[after / before for before, after in itertools.pairwise(reached) if before],
     )
 
 
