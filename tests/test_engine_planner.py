@@ -162,8 +162,8 @@ def test_a_slow_source_is_asked_only_where_others_have_little_to_say():
         for ask, budget in zip(view.asks, budgets, strict=True):
             if budget:
                 ask.drafts.append(Draft([50, 51, 52, 53], source=source.name))
-        if any(budgets):
-            planner.observe_call(source.name, sum(map(bool, budgets)), 0.0005)
+        if num_asked := sum(map(bool, budgets)):
+            planner.observe_call(source.name, num_asked, 0.0005 * num_asked)
         chosen = planner.choose(view)
         planner.observe(view.asks[0], chosen[0], [*range(len(chosen[0])), 9])
         planner.observe(view.asks[1], chosen[1], [50, 51, 9][: min(2, len(chosen[1])) + 1])

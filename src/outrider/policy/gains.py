@@ -22,7 +22,8 @@ REQUEST_WEIGHT = 6.0  # tokens that a request's own experience is weighed agains
 REQUEST_MEMORY = 16.0
 SPREAD = 1.0  # how much more than usual a request may bring, of which nothing is known yet
 DOUBT = 0.5  # accepted tokens that a mean of one answer may be wrong by
-SMOOTHING = 0.1
+SMOOTHING = 0.05
+LEAST_KEPT = 0.2  # of what a source brings, whatever its rows cost: the estimate is rough
 LONGEST_INTERVAL = 512  # steps between trials of a source that keeps bringing nothing
 FEW_TOKENS = 3  # of new text per request: what a step brings
 TOKENS = 16.0  # of new text, the unit in which it is about as much as a request
@@ -55,9 +56,14 @@ class CallCost:
         self._squares = [0.0] * 6  # upper half of a 3 × 3 matrix, row by row
         self._products = [0.0] * 3
 
+    @property
+    def each(self) -> float:
+        """Seconds of a request whose text it has seen up to the last few tokens."""
+        return self.per_request + FEW_TOKENS * self.per_token
+
     def seconds(self, num_requests: int) -> float:
-        """Of a call for requests whose text it has seen up to the last few tokens."""
-        return self.base + (self.per_request + FEW_TOKENS * self.per_token) * num_requests
+        """Of a call for so many of them."""
+        return self.base + self.each * num_requests
 
     def observe(self, num_requests: int, seconds: float, new_tokens: int = 0) -> None:
         """The first call, which may warm up, does not count."""
@@ -98,7 +104,8 @@ class SourceGain:
     """What one source brought, by kind and bucket, and what its calls cost."""
 
     cost: CallCost = field(default_factory=CallCost)
-    rows: float = 0.0  # draft rows submitted per request asked, running mean
+    brought: float = 0.0  # accepted tokens per request asked, running mean, …
+    paid: float = 0.0  # … and what the rows of its drafts were worth
     skipped: int = 0  # steps since it was last asked
     interval: int = 0  # steps after which it is tried all the same
     is_on: bool = True  # it was asked in the last step, by what it brings
@@ -133,8 +140,13 @@ class SourceGain:
         likely = mean * (unknown + found / (expected + REQUEST_WEIGHT))
         return likely, likely + SPREAD * unknown**2 * mean + DOUBT / sqrt(weight)
 
-    def observe(self, kind: str, request_id: str, place: int, tokens: float, rows: int) -> None:
-        """Asking brought this many accepted tokens more, and this many rows to the target."""
+    @property
+    def kept(self) -> float:
+        """Share of what it brings that is left when its rows are paid."""
+        return max(LEAST_KEPT, 1.0 - self.paid / self.brought) if self.brought else 1.0
+
+    def observe(self, kind: str, request_id: str, place: int, tokens: float, paid: float) -> None:
+        """Asking brought so many accepted tokens more, in rows that were worth so many."""
         cell = self._row(kind)[place]
         own = self._requests.setdefault(request_id, [0.0, 0.0])
         if own[0] > REQUEST_MEMORY:
@@ -146,7 +158,8 @@ class SourceGain:
                 row[place] = [value / 2 for value in row[place]]
             row[place][0] += 1
             row[place][1] += tokens
-        self.rows += SMOOTHING * (rows - self.rows)
+        self.brought += SMOOTHING * (tokens - self.brought)
+        self.paid += SMOOTHING * (paid - self.paid)
 
     def take(self, ask: Ask) -> int:
         """The source is asked for a request; tokens of its text that are new to it."""
@@ -157,7 +170,9 @@ class SourceGain:
     def intake_seconds(self, ask: Ask) -> float:
         """What it takes to bring the source up to a text, per step in which that is of use."""
         new = ask.length - self._lengths.get(ask.request_id, 0)
-        return self.cost.per_token * max(0, new - FEW_TOKENS) / max(1.0, USED * ask.room)
+        if new <= FEW_TOKENS:
+            return 0.0
+        return self.cost.per_token * (new - FEW_TOKENS) / max(1.0, USED * ask.room)
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

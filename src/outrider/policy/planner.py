@@ -31,7 +31,7 @@ CHEAP_EVERY = 8  # calls of such a source of which one is timed
 # So much more tokens per second a source has to promise to be asked, one that was not asked in the
 # last step and one that was: estimates move a little in every step, and the best of many are best
 # by luck as well.
-TO_BEGIN, TO_GO_ON = 1.03, 1.01
+TO_BEGIN, TO_GO_ON = 0.03, 0.01
 HOPE, CREDIT = 0.01, 10.0  # share of all steps to try what may not pay; as many at first, at most
 KEPT_DECISIONS = 256
 NOTHING = Draft()  # not to be changed
@@ -48,6 +48,19 @@ class _Asked:
 
 
 @dataclass(slots=True)
+class _Best:
+    """The likeliest of a request's proposals."""
+
+    num_drafts: int = 0  # that were compared
+    index: int = -1  # of the draft; -1: none says anything
+    expected: float = 0.0  # accepted tokens that it promises
+    chances: list[float] = field(default_factory=list)  # of its tokens
+
+
+NONE = _Best()  # not to be changed
+
+
+@dataclass(slots=True)
 class _Step:
     """What the planner has to remember of a step until its outcome is known."""
 
@@ -55,6 +68,7 @@ class _Step:
     counts: dict[str, int] = field(default_factory=dict)  # source -> requests
     new_tokens: dict[str, int] = field(default_factory=dict)  # source -> text it has to take in
     chances: dict[int, list[float]] = field(default_factory=dict)  # by identity of the draft
+    best: dict[str, _Best] = field(default_factory=dict)  # by request
 
 
 class Planner:
@@ -166,9 +180,9 @@ class Planner:
         for asked in every:
             before = min(depths[asked.best], asked.length) if asked.best >= 0 else 0
             brought = max(0, num_accepted - before)
-            rows = _num_rows(submitted, asked.name)
+            paid = self._least * _num_rows(submitted, asked.name) / ask.weight
             gain = self._gain(asked.name)
-            gain.observe(ask.kind, ask.request_id, asked.place, brought, rows)
+            gain.observe(ask.kind, ask.request_id, asked.place, brought, paid)
 
     def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
         """A call was made; what it brought is told by `observe`."""
@@ -208,18 +222,27 @@ class Planner:
             self._step.chances[id(draft)] = chances
         return chances
 
-    def _expected(self, ask: Ask) -> float:
-        """Accepted tokens that the drafts so far promise, the best of them alone."""
-        return max((sum(self._chances(d, ask)) for d in ask.drafts if d.token_ids), default=0.0)
+    def _best(self, ask: Ask) -> _Best:
+        """Of the proposals so far. They are looked at once; more may come."""
+        best = self._step.best.get(ask.request_id)
+        if best is None:
+            best = self._step.best[ask.request_id] = _Best()
+        drafts = ask.drafts
+        for index in range(best.num_drafts, len(drafts)):
+            chances = self._chances(drafts[index], ask)
+            expected = sum(chances)
+            if expected > best.expected:
+                best.index, best.expected, best.chances = index, expected, chances
+        best.num_drafts = len(drafts)
+        return best
 
     def _base(self, ask: Ask, name: str) -> Draft | None:
-        """The best chain of a request, where a source may go on from its end and that is likely."""
-        chains = [d for d in ask.drafts if d.token_ids and not d.parents]
-        if not chains:
+        """The best draft of a request, where a source may go on from its end and that is likely."""
+        best = self._best(ask)
+        if best.index < 0:
             return None
-        base = max(chains, key=lambda draft: sum(self._chances(draft, ask)))
-        chances = self._chances(base, ask)
-        if len(chances) < len(base) or chances[-1] * ask.weight <= self._least:
+        base, chances = ask.drafts[best.index], best.chances
+        if base.parents or len(chances) < len(base) or chances[-1] * ask.weight <= self._least:
             return None
         return None if name == base.source or name in base.sources else base
 
@@ -227,83 +250,64 @@ class Planner:
         """Requests for which a source is asked: those that raise tokens per second together."""
         gain = self._gain(name)
         # Under a biased rule what is proposed has no say in who else is asked.
-        expected = [0.0 if self._is_biased_rule else self._expected(ask) for ask in view.asks]
+        best = [NONE if self._is_biased_rule else self._best(ask) for ask in view.asks]
         if gain.cost.num_calls < len(PROBES):  # nobody knows what it costs
-            chosen = set(able[: PROBES[gain.cost.num_calls]])
+            chosen = able[: PROBES[gain.cost.num_calls]]
         else:
-            chosen = set(self._paying(gain, able, view, expected))
+            chosen = self._paying(gain, able, view, [each.expected for each in best])
         gain.is_on = bool(chosen)
         if gain.is_due(bool(chosen), EXPLORE_EVERY):
-            chosen = {able[self._num_steps % len(able)]}
+            chosen = [able[self._num_steps % len(able)]]
         if not chosen:
-            return chosen
+            return set()
         step = self._step
         step.counts[name] = len(chosen)
-        step.new_tokens[name] = sum(gain.take(view.asks[index]) for index in chosen)
+        step.new_tokens[name] = sum([gain.take(view.asks[index]) for index in chosen])
         for index in chosen:
-            asked = self._asked(name, expected[index], view.asks[index])
+            asked = self._asked(name, best[index], view.asks[index])
             step.asked.setdefault(view.asks[index].request_id, []).append(asked)
-        return chosen
+        return set(chosen)
 
-    def _asked(self, name: str, expected: float, ask: Ask) -> _Asked:
-        chances = [self._chances(draft, ask) for draft in ask.drafts]
-        best = max(range(len(chances)), key=lambda i: sum(chances[i]), default=-1)
+    def _asked(self, name: str, best: _Best, ask: Ask) -> _Asked:
         least = self._least / ask.weight
-        length = sum(chance >= least for chance in chances[best]) if chances else 0
-        return _Asked(name, bucket(expected), best, length)
+        length = len([chance for chance in best.chances if chance >= least])
+        return _Asked(name, bucket(best.expected), best.index, length)
 
     def _paying(
         self, gain: SourceGain, able: Sequence[int], view: StepView, expected: Sequence[float]
     ) -> list[int]:
         """Those for which a call is likely to pay; or may at best, as far as there is credit.
 
-        Who is not asked is not seen, so that a source could be written off by bad luck. What is
-        spent on hope alone is at most a share of all time.
+        A request pays if what it brings is more than tokens per second without it make in the time
+        that it takes, and the call if all who pay make up for what it costs by itself. Who is not
+        asked is not seen, so that a source could be written off by bad luck. What is spent on hope
+        alone is at most a share of all time.
         """
-        found = {
-            index: gain.expect(ask.kind, ask.request_id, bucket(expected[index]))
-            for index in able
-            for ask in [view.asks[index]]
-        }
-        likely = {index: view.asks[index].weight * pair[0] for index, pair in found.items()}
-        chosen = self._best_set(gain, likely, view, expected)
+        asks, cost = view.asks, gain.cost
+        curve = self.cost.curve(view.context)
+        # Rows that the drafts so far will add: about as many as the tokens they promise.
+        rows = view.num_rows + min(view.row_budget, round(1.5 * sum(expected)))
+        tokens = sum([ask.weight * (1.0 + value) for ask, value in zip(asks, expected)])  # noqa: B905
+        rate = tokens / (curve[rows] + view.spent - self._due(view))
+        price = rate * cost.base + tokens * (TO_GO_ON if gain.is_on else TO_BEGIN)
+        kept = gain.kept
+        likely: list[float] = []  # what it brings beyond its price, by request
+        hoped: list[float] = []
+        for index in able:
+            ask = asks[index]
+            least = rate * (cost.each + gain.intake_seconds(ask))
+            usual, best = gain.expect(ask.kind, ask.request_id, bucket(expected[index]))
+            likely.append(kept * ask.weight * usual - least)
+            hoped.append(kept * ask.weight * best - least)
+        chosen = _all_that_pay(able, likely, price)
         if len(chosen) == len(able) or self._credit <= 0:
             return chosen
-        hoped = {index: view.asks[index].weight * pair[1] for index, pair in found.items()}
-        more = self._best_set(gain, hoped, view, expected)
+        more = _all_that_pay(able, hoped, price)
         if len(more) <= len(chosen):
             return chosen
-        seconds = gain.cost.seconds(len(more)) - (gain.cost.seconds(len(chosen)) if chosen else 0)
-        self._credit -= seconds / self.cost.curve(view.context)[view.num_rows]
+        seconds = cost.seconds(len(more)) - (cost.seconds(len(chosen)) if chosen else 0)
+        self._credit -= seconds / curve[view.num_rows]
         return more
-
-    def _best_set(
-        self,
-        gain: SourceGain,
-        worth: dict[int, float],
-        view: StepView,
-        expected: Sequence[float],
-    ) -> list[int]:
-        """Requests that raise tokens per second together, by what asking for them is worth."""
-        asks = view.asks
-        falling = sorted(worth, key=lambda index: -worth[index])
-        late = 0.0  # seconds to take in texts
-        # Rows that the drafts so far will add: about as many as the tokens they promise.
-        rows = min(view.row_budget, round(1.5 * sum(expected)))
-        curve = self.cost.curve(view.context)
-        first, last = view.num_rows + rows, len(curve) - 1
-        tokens = sum(ask.weight * (1.0 + value) for ask, value in zip(asks, expected, strict=True))
-        spent = view.spent - self._due(view)
-        best = tokens / (curve[first] + spent) * (TO_GO_ON if gain.is_on else TO_BEGIN)
-        count = 0
-        for number, index in enumerate(falling, 1):
-            tokens += worth[index]
-            late += gain.intake_seconds(asks[index])
-            seconds = curve[min(last, first + round(gain.rows * number))]
-            rate = tokens / (seconds + spent + gain.cost.seconds(number) + late)
-            if rate > best:
-                best, count = rate, number
-        return falling[:count]
 
     def _due(self, view: StepView) -> float:
         """Seconds that rows of prompts take in a step.
@@ -320,21 +324,25 @@ class Planner:
         Only what may pay is merged with the likeliest draft: to look whether a draft leaves it
         takes a tenth of the time that it takes to merge them.
         """
+        likeliest = self._best(ask).index
+        if likeliest < 0:
+            return NOTHING, []
         least = self._least / ask.weight
         drafts: list[Draft] = []
         chances: list[list[float]] = []
-        for draft in ask.drafts:
+        best = 0
+        for index, draft in enumerate(ask.drafts):
             chance = self._chances(draft, ask)
             if not chance:
                 continue
             if draft.parents:
                 draft, chance = trimmed(draft, chance, least)
+            if index == likeliest:
+                best = len(drafts)
             drafts.append(draft)
             chances.append(chance)
         if len(drafts) < 2:
-            return (drafts[0], chances[0]) if drafts else (NOTHING, [])
-        sums = [sum(each) for each in chances]
-        best = sums.index(max(sums))
+            return drafts[0], chances[0]
         kept = [
             i
             for i, draft in enumerate(drafts)
@@ -387,6 +395,12 @@ class Planner:
             left -= len(kept)
             chosen.append(subset(draft, kept))
         return chosen
+
+
+def _all_that_pay(able: Sequence[int], worth: Sequence[float], price: float) -> list[int]:
+    """Requests that are worth something, if they are worth more than a price together."""
+    more = sum([value for value in worth if value > 0])
+    return [i for i, value in zip(able, worth, strict=True) if value > 0] if more > price else []
 
 
 def _num_rows(submitted: Draft, name: str) -> int:
