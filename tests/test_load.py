@@ -234,7 +234,7 @@ def test_types_and_devices():
      ("amx_tile amx_bf16", torch.bfloat16), ("asimd bf16", torch.bfloat16)],
 )  # fmt: skip
 def test_automatic_type_follows_the_processor(monkeypatch, flags, dtype):
-    monkeypatch.setattr("outrider.target.load._cpu_flags", lambda: set(flags.split()))
+    monkeypatch.setattr("outrider.target.load.cpu_flags", lambda: set(flags.split()))
     assert resolve_dtype("auto", CPU) is dtype
 
 

@@ -1,7 +1,7 @@
-"""The requests of one call to a trained drafter: their rows in a forward, and their tokens chosen.
+"""The requests of one call to a trained drafter, and how their tokens are chosen.
 
-Shape legend: B seats of a call, T rows of a forward, R rows that say a token, F features, U
-vocabulary of the drafter, V of the target.
+Shape legend: B seats of a call, R rows that say a token, F features, U vocabulary of the drafter,
+V of the target.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,9 @@ import numpy as np
 import torch
 
 from outrider.drafting.source import DraftContext
-from outrider.target.base import ForwardBatch
 from outrider.target.sampling import RowGroup, draw_drafts, target_probs
 
 NO_PAGES = np.zeros(0, np.int32)
-COUNTED = np.arange(1024, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -119,47 +117,3 @@ def logits_of(probs: np.ndarray) -> np.ndarray:
     """log(p / (1 - p)), float32 [R], finite at 0 and 1 too."""
     sure = np.clip(probs, 1e-6, 1 - 1e-6)
     return np.log(sure / (1 - sure))
-
-
-def ragged(
-    seats: Sequence[Seat],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    wanted: np.ndarray,
-    two_way: bool = False,
-    token_ids: np.ndarray | None = None,
-) -> ForwardBatch:
-    """Rows `starts[i]` to `starts[i] + counts[i]` of each seat's text, in one forward.
-
-    Args:
-        wanted: int32 [R], rows of the forward whose logits are wanted.
-        token_ids: int32 [T], where the rows are made of their embeddings.
-    """
-    if len(seats) == 1:  # the common case, at a third of the time
-        rows = COUNTED[: counts[0]] if counts[0] <= len(COUNTED) else np.arange(counts[0])
-        rows, row_starts = rows.astype(np.int32, copy=False), np.array([0, counts[0]], np.int32)
-        positions = rows + np.int32(starts[0])
-    else:
-        rows = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])  # [T]
-        row_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)  # [B + 1]
-        positions = rows + np.repeat(np.array(starts, np.int32), counts)
-    return ForwardBatch(
-        token_ids=np.zeros(len(rows), np.int32) if token_ids is None else token_ids,
-        positions=positions,
-        row_starts=row_starts,
-        context_lens=np.array(starts, np.int32),
-        page_tables=[seat.page_table for seat in seats],
-        parents=rows - np.int32(1),
-        logits_rows=wanted,
-        is_tree=np.zeros(len(seats), np.bool_),
-        two_way=two_way,
-    )
-
-
-def rows_of(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """The `counts[i]` rows from `firsts[i]` on, int32 [R]."""
-    if len(firsts) == 1:
-        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int32)
-    return np.concatenate(
-        [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-    ).astype(np.int32)

@@ -12,16 +12,16 @@ import torch
 
 from outrider.drafting.confidence import Rates
 from outrider.drafting.options import at_least
+from outrider.drafting.own_model import num_kv_pages, ragged
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.errors import KVFull, TokenizerMismatch
-from outrider.target.base import PAGE_SIZE, ForwardBatch, Target
-from outrider.target.kv import KVArena, pages_for
+from outrider.target.base import PAGE_SIZE, Target
+from outrider.target.kv import KVArena
 from outrider.target.sampling import RowGroup, draft_noise_key, draw_drafts, target_probs
 from outrider.tokenizer import Tokenizer, first_difference
 
 MAX_ROWS = 1024  # of one forward: longer prompts are taken in in chunks
 MAX_MISSING = 8  # tokens of a text without KV with which a chain is still gone on from
-KV_BYTES = 1 << 30  # default size of the model's KV, unless all requests fit in less
 # A draft model's probability is not the chance that the target agrees; each tenth of it learns
 # its own. To start with it is taken at its word.
 TENTHS = (np.arange(10) + 0.5) / 10
@@ -115,11 +115,8 @@ class DraftModelSource(DraftSource):
         eos = getattr(tokenizer, "eos_token_id", None)
         self._eos_token_ids = () if eos is None else (eos,)
         longest = min(self.model.max_model_len, target.max_model_len) + self.max_draft_tokens
-        wanted = max_num_seqs * pages_for(longest)
-        affordable = KV_BYTES // (self.model.kv_bytes_per_token * PAGE_SIZE)
-        num_pages = max(1, min(wanted, affordable))
-        if self._kv_cache_tokens is not None:
-            num_pages = pages_for(self._kv_cache_tokens)
+        token_bytes = self.model.kv_bytes_per_token
+        num_pages = num_kv_pages(self._kv_cache_tokens, max_num_seqs, longest, token_bytes)
         self._arena = KVArena(num_pages)
         self.model.allocate_kv(num_pages)
 
@@ -292,18 +289,13 @@ class DraftModelSource(DraftSource):
             row.num_tokens - 1 if row.tokens else self._arena.num_committed(row.request_id)
             for row in rows
         ]
-        row_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)  # [B + 1]
-        local = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])  # [T]
         spans = zip(rows, starts, counts, strict=True)
-        batch = ForwardBatch(
+        batch = ragged(
+            [self._arena.page_table(row.request_id) for row in rows],
+            starts,
+            counts,
+            (np.cumsum(counts) - 1).astype(np.int32)[: len(wanted)],
             token_ids=np.concatenate([row.text[at : at + count] for row, at, count in spans]),
-            positions=local + np.repeat(np.array(starts, np.int32), counts),
-            row_starts=row_starts,
-            context_lens=np.array(starts, np.int32),
-            page_tables=[self._arena.page_table(row.request_id) for row in rows],
-            parents=local - np.int32(1),
-            logits_rows=row_starts[1:] - np.int32(1) if wanted else np.empty(0, np.int32),
-            is_tree=np.zeros(len(rows), np.bool_),
         )
         return self.model.forward(batch).logits[:, : self._vocab_size]
 

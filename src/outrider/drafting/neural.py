@@ -18,17 +18,17 @@ from outrider.drafters.native_heads import input_projection
 from outrider.drafters.stack import Stack, TorchStack
 from outrider.drafting.chooser import NO_PAGES, Chooser, Seat
 from outrider.drafting.options import at_least
+from outrider.drafting.own_model import num_kv_pages
 from outrider.drafting.rollout import Rollout, make_rollout
 from outrider.drafting.source import Draft, DraftContext, DraftSource
 from outrider.errors import ConfigError, KVFull
 from outrider.target.base import PAGE_SIZE, Target
-from outrider.target.kv import KVArena, pages_for
+from outrider.target.kv import KVArena
 from outrider.target.sampling import draft_noise_key
 from outrider.threads import one_thread
 
 MAX_ROWS = 512  # of one forward: the rows of longer prompts are taken in in portions
 SURE = 50.0  # logit of a confidence, at most: beyond it exp leaves the range
-KV_BYTES = 1 << 30  # default size of the drafter's KV, unless all requests fit in less
 
 
 @dataclass(slots=True)
@@ -119,19 +119,15 @@ class NeuralSource(DraftSource):
         chooser = Chooser(self.drafter.d2t, config.vocab_size, eos_ids, wants_probs)
         self._rollout = make_rollout(self.drafter, make_stack, chooser)
         longest = min(config.max_position, target.max_model_len) + self.max_draft_tokens
-        num_pages = max_num_seqs * pages_for(longest)
         self.kv_lag = self._rollout.lag
         stacks = self._rollout.stacks
         if all(isinstance(stack, NativeStack) for stack in stacks):
             self._threads = one_thread  # torch only copies
         token_bytes = sum(stack.kv_bytes_per_token for stack in stacks)
-        if token_bytes:
-            num_pages = min(num_pages, KV_BYTES // (token_bytes * PAGE_SIZE))
-        if self._kv_cache_tokens is not None:
-            num_pages = pages_for(self._kv_cache_tokens)
-        self._arena = KVArena(max(1, num_pages))
+        num_pages = num_kv_pages(self._kv_cache_tokens, max_num_seqs, longest, token_bytes)
+        self._arena = KVArena(num_pages)
         for stack in stacks:
-            stack.allocate_kv(max(1, num_pages))
+            stack.allocate_kv(num_pages)
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Draft]:
         return self._drafts(contexts, budgets, [len(context.token_ids) for context in contexts])

@@ -23,7 +23,8 @@ from outrider.drafters.native_draft import Asked, Said, native_blocks, native_ch
 from outrider.drafters.native_heads import Confidence, MarkovChains, MedusaHeads
 from outrider.drafters.recurrent import Recurrent
 from outrider.drafters.stack import Stack
-from outrider.drafting.chooser import NO_PAGES, Chooser, Seat, logits_of, ragged, rows_of
+from outrider.drafting.chooser import NO_PAGES, Chooser, Seat, logits_of
+from outrider.drafting.own_model import ragged, rows_of
 from outrider.target.base import ForwardBatch
 
 D = TypeVar("D", bound=Drafter)
@@ -105,7 +106,7 @@ class BlockRollout(Rollout[Block]):
 
     def _store(self, seats: Sequence[Seat], counts: list[int], features: torch.Tensor) -> None:
         starts = [seat.num_held for seat in seats]
-        batch = ragged(seats, starts, counts, NO_PAGES)
+        batch = ragged(_pages(seats), starts, counts, NO_PAGES)
         self.stack.store_context(batch, self.drafter.fuse(features))
 
     def draft(self, seats: Sequence[Seat]) -> None:
@@ -125,7 +126,9 @@ class BlockRollout(Rollout[Block]):
         assert self.drafter.config.mask_token_id is not None
         ids = np.full(size * len(seats), self.drafter.config.mask_token_id, np.int32)
         ids[::size] = [seat.context.token_ids[-1] for seat in seats]
-        batch = ragged(seats, starts, [size] * len(seats), wanted, two_way=True, token_ids=ids)
+        batch = ragged(
+            _pages(seats), starts, [size] * len(seats), wanted, two_way=True, token_ids=ids
+        )
         self._say(seats, budgets, *self.stack.run(batch, None))
 
     def _say(
@@ -213,7 +216,7 @@ class _RowRollout(Rollout[Rows]):
 
     def take_in(self, seat: Seat, count: int) -> None:
         x, side = self._text_inputs([seat], [count], self._features(seat, count))
-        self.stack.run(ragged([seat], [seat.num_held], [count], NO_PAGES), x, side)
+        self.stack.run(ragged(_pages([seat]), [seat.num_held], [count], NO_PAGES), x, side)
         seat.num_held += count
 
     def _text_inputs(
@@ -259,7 +262,7 @@ class MaskedRollout(_RowRollout[Masked]):
         if side is not None and mask_side is not None:
             side = _merged(side, mask_side, is_mask)
         starts = [seat.num_held for seat in seats]
-        _, logits = self.stack.run(ragged(seats, starts, counts, wanted), x, side)
+        _, logits = self.stack.run(ragged(_pages(seats), starts, counts, wanted), x, side)
         self.chooser.choose(seats, budgets, logits)
 
 
@@ -288,7 +291,7 @@ class RecurrentRollout(_RowRollout[Recurrent]):
         x, side = self._text_inputs(seats, left, self._all_features(seats))
         wanted = (np.cumsum(left) - 1).astype(np.int32)
         starts = [seat.num_held for seat in seats]
-        states, logits = self.stack.run(ragged(seats, starts, left, wanted), x, side)
+        states, logits = self.stack.run(ragged(_pages(seats), starts, left, wanted), x, side)
         self.chooser.choose(seats, [1] * len(seats), logits)
         depth = 1
         while going := [i for i, seat in enumerate(seats) if seat.budget > depth]:
@@ -297,7 +300,7 @@ class RecurrentRollout(_RowRollout[Recurrent]):
             x, side = self.drafter.inputs(tokens, states)
             starts = [len(seat.context.token_ids) - 2 + depth for seat in seats]
             rows = np.arange(len(seats), dtype=np.int32)
-            batch = ragged(seats, starts, [1] * len(seats), rows)
+            batch = ragged(_pages(seats), starts, [1] * len(seats), rows)
             states, logits = self.stack.run(batch, x, side)
             self.chooser.choose(seats, [1] * len(seats), logits)
             depth += 1
@@ -320,7 +323,7 @@ class ModulesRollout(Rollout[MTP]):
 
     def take_in(self, seat: Seat, count: int) -> None:
         states = self._features(seat, count).to(self._dtype)
-        batch = ragged([seat], [seat.num_held], [count], np.arange(count, dtype=np.int32))
+        batch = ragged(_pages([seat]), [seat.num_held], [count], np.arange(count, dtype=np.int32))
         for module in range(self.drafter.config.num_modules):
             states, _ = self._run(module, batch, [seat], [count], states)
         seat.num_held += count
@@ -328,7 +331,7 @@ class ModulesRollout(Rollout[MTP]):
     def draft(self, seats: Sequence[Seat]) -> None:
         left = [self._left(seat) for seat in seats]
         starts = [seat.num_held for seat in seats]
-        batch = ragged(seats, starts, left, np.arange(sum(left), dtype=np.int32))
+        batch = ragged(_pages(seats), starts, left, np.arange(sum(left), dtype=np.int32))
         lasts = np.cumsum(left) - 1
         states = self._all_features(seats)
         for module in range(self.drafter.config.num_modules):  # all: rows that stay need their KV
@@ -403,3 +406,8 @@ def make_rollout(
         return RecurrentRollout(drafter, stack, chooser)
     assert isinstance(drafter, Medusa), type(drafter)
     return HeadsRollout(drafter, stack, chooser)
+
+
+def _pages(seats: Sequence[Seat]) -> list[np.ndarray]:
+    """Page tables of their KV."""
+    return [seat.page_table for seat in seats]

@@ -108,9 +108,9 @@ class Guard:
         self.failures[source.name, what] += 1
         times = self.failures[source.name, what]
         if times & (times - 1) == 0:  # 1, 2, 4, 8 …: a log is no place for a step's worth of lines
-            log.warning(
-                "draft source %r failed (%s, %d times): %s", source.name, what, times, error
-            )
+            said = "it took too long" if error is None else str(error)
+            often = f", {times} times by now" if times > 1 else ""
+            log.warning("draft source %r failed (%s%s): %s", source.name, what, often, said)
 
     def pause(self, source: DraftSource, request_id: str) -> None:
         """Leave a source out for a request for a while, longer every time.

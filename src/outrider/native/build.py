@@ -18,6 +18,7 @@ import torch
 
 from outrider.cache import cache_dir
 from outrider.errors import ConfigError
+from outrider.machine import cpu_flags, cpu_name
 from outrider.threads import num_threads_of_environment
 
 log = logging.getLogger("outrider")
@@ -138,7 +139,9 @@ def _reason(error: Exception) -> str:
 
 
 def _sources_key() -> str:
-    parts = ["\n".join([*FLAGS, _cpu()]).encode()]
+    # A cache directory may be shared by machines.
+    cpu = [cpu_name(), platform.machine(), *sorted(cpu_flags())]
+    parts = ["\n".join([*FLAGS, *cpu]).encode()]
     parts += [path.read_bytes() for path in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cpp"))]
     return _key(b"".join(parts))
 
@@ -146,12 +149,3 @@ def _sources_key() -> str:
 def _key(content: str | bytes) -> str:
     data = content.encode() if isinstance(content, str) else content
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _cpu() -> str:
-    """Model and instruction sets of this CPU: a cache directory may be shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features")))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.errors import ModelError, TokenizerMismatch
+from outrider.machine import cpu_flags
 from outrider.target.base import Target
 from outrider.target.convert import converted
 from outrider.target.find import find_model
@@ -186,7 +187,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
         return DTYPES[dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
-    return torch.bfloat16 if _cpu_flags() & BF16_FLAGS else torch.float32
+    return torch.bfloat16 if cpu_flags() & BF16_FLAGS else torch.float32
 
 
 def resolve_tokenizer(tokenizer: Any) -> Tokenizer | None:
@@ -343,12 +344,3 @@ def _device(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} was asked for, but torch finds no CUDA device")
     return found
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return set(line.split(":")[-1].split())
