@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,7 +160,10 @@ def test_features_kept_on_the_way_are_those_of_a_forward_of_their_own(
         for text, (start, end) in enumerate(itertools.pairwise(shard.starts.tolist())):
             mine, own = kept.read(number, start, end), reader.read(shard.token_ids[start:end])
             final = end - start - 1  # the last token was never run
-            one_bit = {"rtol": 1e-2, "atol": 1e-3}  # of bf16, where rounding falls on both sides
+            one_bit: dict[str, Any] = {
+                "rtol": 1e-2,
+                "atol": 1e-3,
+            }  # of bf16, where rounding falls on both sides
             torch.testing.assert_close(mine.layers[:final], own.layers[:final], **one_bit)
             torch.testing.assert_close(mine.last[:final], own.last[:final], **one_bit)
             answer = slice(int(shard.prompt_lengths[text]) - 1, final)
@@ -253,7 +257,10 @@ def test_the_whole_path(model, prompts, tmp_path) -> None:
     shown = train("calibrate", run, "--data", tmp_path / "data", "--model", model)
     assert "temperatures" in shown
     again = load_drafter(run / "drafter")
-    assert again.config["provenance"]["calibration"]["temperatures"]
+    calibration = again.config["provenance"]["calibration"]
+    assert len(calibration["temperatures"]) == len(calibration["ece_after"]) == 3
+    assert calibration["data"] == Data(tmp_path / "data").header["id"]
+    assert calibration["num_texts"] == 4
     assert all((value == trained[name]).all() for name, value in again.drafter.state_dict().items()
                if name not in ("temperatures", "shifts"))  # fmt: skip
 

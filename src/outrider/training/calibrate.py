@@ -126,10 +126,11 @@ def recalibrate(
     found = None if judged is None else calibrate(drafter, judged, len(held))
     if found is None:
         raise DataError(
-            f"too few of the {len(held)} held-out texts of {data.directory} are long enough for a "
-            "whole draft"
+            f"too few of the {len(held)} texts of {data.directory} that {directory} was not trained "
+            "on are long enough for a whole draft"
         )
-    about = {**provenance, "calibration": found.as_json()}
+    on = {"data": data.header.get("id"), "num_texts": len(held)}
+    about = {**provenance, "calibration": {**found.as_json(), **on}}
     save_drafter(drafter, directory, target=loaded.target, provenance=about)
     return found
 
