@@ -22,7 +22,7 @@ REQUEST_WEIGHT = 6.0  # tokens that a request's own experience is weighed agains
 REQUEST_MEMORY = 16.0
 SPREAD = 1.0  # how much more than usual a request may bring, of which nothing is known yet
 DOUBT = 0.5  # accepted tokens that a mean of one answer may be wrong by
-SMOOTHING = 0.05
+ROWS_MEMORY = 1000.0  # accepted tokens beyond which older ones fade, to know what rows cost
 LEAST_KEPT = 0.2  # of what a source brings, whatever its rows cost: the estimate is rough
 LONGEST_INTERVAL = 512  # steps between trials of a source that keeps bringing nothing
 FEW_TOKENS = 3  # of new text per request: what a step brings
@@ -104,7 +104,7 @@ class SourceGain:
     """What one source brought, by kind and bucket, and what its calls cost."""
 
     cost: CallCost = field(default_factory=CallCost)
-    brought: float = 0.0  # accepted tokens per request asked, running mean, …
+    brought: float = 0.0  # accepted tokens, older ones counted less, …
     paid: float = 0.0  # … and what the rows of its drafts were worth
     skipped: int = 0  # steps since it was last asked
     interval: int = 0  # steps after which it is tried all the same
@@ -143,7 +143,7 @@ class SourceGain:
     @property
     def kept(self) -> float:
         """Share of what it brings that is left when its rows are paid."""
-        return max(LEAST_KEPT, 1.0 - self.paid / self.brought) if self.brought else 1.0
+        return max(LEAST_KEPT, 1.0 - self.paid / (self.brought + PRIOR_WEIGHT))
 
     def observe(self, kind: str, request_id: str, place: int, tokens: float, paid: float) -> None:
         """Asking brought so many accepted tokens more, in rows that were worth so many."""
@@ -158,8 +158,10 @@ class SourceGain:
                 row[place] = [value / 2 for value in row[place]]
             row[place][0] += 1
             row[place][1] += tokens
-        self.brought += SMOOTHING * (tokens - self.brought)
-        self.paid += SMOOTHING * (paid - self.paid)
+        self.brought += tokens
+        self.paid += paid
+        if self.brought > ROWS_MEMORY:
+            self.brought, self.paid = self.brought / 2, self.paid / 2
 
     def take(self, ask: Ask) -> int:
         """The source is asked for a request; tokens of its text that are new to it."""

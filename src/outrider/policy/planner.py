@@ -32,7 +32,8 @@ CHEAP_EVERY = 8  # calls of such a source of which one is timed
 # last step and one that was: estimates move a little in every step, and the best of many are best
 # by luck as well.
 TO_BEGIN, TO_GO_ON = 0.03, 0.01
-HOPE, CREDIT = 0.01, 10.0  # share of all steps to try what may not pay; as many at first, at most
+HANDLING = 3e-5  # seconds that a draft takes to be looked at here, and judged afterwards
+HOPE, CREDIT = 0.01, 5.0  # share of all steps to try what may not pay; as many at first, at most
 KEPT_DECISIONS = 256
 NOTHING = Draft()  # not to be changed
 
@@ -224,10 +225,12 @@ class Planner:
 
     def _best(self, ask: Ask) -> _Best:
         """Of the proposals so far. They are looked at once; more may come."""
+        drafts = ask.drafts
+        if not drafts:
+            return NONE
         best = self._step.best.get(ask.request_id)
         if best is None:
             best = self._step.best[ask.request_id] = _Best()
-        drafts = ask.drafts
         for index in range(best.num_drafts, len(drafts)):
             chances = self._chances(drafts[index], ask)
             expected = sum(chances)
@@ -295,7 +298,7 @@ class Planner:
         hoped: list[float] = []
         for index in able:
             ask = asks[index]
-            least = rate * (cost.each + gain.intake_seconds(ask))
+            least = rate * (cost.each + HANDLING + gain.intake_seconds(ask))
             usual, best = gain.expect(ask.kind, ask.request_id, bucket(expected[index]))
             likely.append(kept * ask.weight * usual - least)
             hoped.append(kept * ask.weight * best - least)
@@ -420,6 +423,9 @@ def _cut(
     cut: list[Draft] = []
     left = view.row_budget
     for ask, draft, chance in zip(view.asks, drafts, chances, strict=True):
+        if not chance:
+            cut.append(NOTHING)
+            continue
         least = threshold / ask.weight
         if draft.parents:
             rows = [i for i, value in enumerate(chance) if value >= least]

@@ -4,6 +4,7 @@ Texts are known, so what a plan submits is accepted as far as it is right; secon
 says a forward takes, and what calls of the sources took when the trace was recorded.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -81,10 +82,13 @@ def simulate(
     waiting = [_Running(f"r{i}", request) for i, request in enumerate(trace.requests)][::-1]
     running: list[_Running] = []
     result = Simulated()
+    gc.collect()
+    gc.freeze()  # collecting the trace anew, time and again, is no part of a plan
     while True:
         while waiting and len(running) < batch:
             running.append(waiting.pop())
         if len(running) < batch:
+            gc.unfreeze()
             return result
         _step(running, sources, trace, policy, truth, learnt, result)
         for request in [r for r in running if r.place >= len(r.trace.token_ids)]:
