@@ -216,14 +216,15 @@ class Speculation:
 
     def keep_features(self, request_id: str, features: torch.Tensor) -> None:
         """Features of newly committed tokens, [m, len(layer_ids) * hidden], until asked for."""
-        width = features.shape[1] // len(self.layer_ids)
         for source in self.sources:
-            if source.target_layer_ids and not self.guard.is_out(source.name, request_id):
-                places = [self.layer_ids.index(layer) for layer in source.target_layer_ids]
-                taps = [features[:, place * width : (place + 1) * width] for place in places]
-                whole = tuple(source.target_layer_ids) == self.layer_ids
-                mine = features if whole else torch.cat(taps, dim=1)
-                self._features.setdefault((source.name, request_id), []).append(mine)
+            layers = source.target_layer_ids
+            if not layers or self.guard.is_out(source.name, request_id):
+                continue
+            mine = features
+            if tuple(layers) != self.layer_ids:
+                taps = features.chunk(len(self.layer_ids), dim=1)
+                mine = torch.cat([taps[self.layer_ids.index(layer)] for layer in layers], dim=1)
+            self._features.setdefault((source.name, request_id), []).append(mine)
 
     def finish(self, request: Request) -> None:
         """A request came to its end: every source may learn from its whole text."""
