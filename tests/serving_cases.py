@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,11 +72,18 @@ def refusal(response: Any, status: int = 400) -> dict:
 
 
 class Caller:
-    """One call driven on ASGI itself, by a client that can go away."""
+    """One call driven on ASGI itself, by a client that can go away, or read no more."""
 
     def __init__(
-        self, app: Any, path: str, body: Any, method: str = "POST", key: str | None = None
+        self,
+        app: Any,
+        path: str,
+        body: Any,
+        method: str = "POST",
+        key: str | None = None,
+        num_read: float = math.inf,
     ) -> None:
+        self._num_read = num_read
         self.sent: list[dict] = []
         self.gone = asyncio.Event()
         self.arrived = asyncio.Event()
@@ -94,6 +102,8 @@ class Caller:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: dict) -> None:
+        if len(self.sent) >= self._num_read:
+            await self.gone.wait()
         self.sent.append(message)
         self.arrived.set()
 

@@ -280,6 +280,17 @@ def test_formats_that_cannot_be_followed_are_refused():
             refusal(client.post(CHAT, json={"messages": USER, **body}))
 
 
+def test_a_call_that_the_end_cuts_off_is_read_once_its_json_is_whole():
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for end in range(len(text) + 1):
+        parser = ChatParser(False, True)
+        parts = [parser.push(text[:end]), parser.finish()]
+        calls = [call.name for part in parts for call in part.calls]
+        content = "".join(part.content for part in parts)
+        is_whole = end > text.rindex("}")
+        assert (calls, content) == ((["f"], "") if is_whole else ([], text[:end]))
+
+
 def test_any_division_of_a_text_is_read_alike():
     text = f" <think>a</thi>b</think> \n c <tool {CALL} {OTHER}\n d <tool_call>[1]</tool_call> <to"
 

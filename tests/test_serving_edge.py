@@ -267,7 +267,9 @@ def test_the_policy_is_read_replaced_and_called_back():
         error = refusal(client.put("/policy", json={"rules": [{"when": {"no": 1}}]}))
         assert error["message"]
         refusal(client.put("/policy", json=none | {"nothing": 1}))
-        refusal(client.put("/policy", content=b"{"))
+        for data in (b"{", b'{"version": 1, "version": 1, "rules": []}', b"[" * 10**5, b"\xff"):
+            refusal(client.put("/policy", content=data))
+            refusal(client.post("/policy/explain", content=data))
         refusal(client.post("/policy/back"))
         second = client.put("/policy", json=first["policy"]).json()
         assert second["version"] == 2 and len(second["versions"]) == 2

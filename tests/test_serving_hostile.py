@@ -35,6 +35,8 @@ BODIES = {
     "overflow": b'{"prompt": "the", "temperature": 1e999}',
     "digits": b'{"prompt": "the", "max_tokens": ' + b"9" * 10_000 + b"}",
     "deep": b'{"prompt": ' + DEEP.encode() + b"}",
+    "a key twice": b'{"prompt": "the", "prompt": "a"}',
+    "a key twice inside": b'{"prompt": "the", "metadata": {"a": [{"b": 1, "b": 1}]}}',
     "deep tools": b'{"messages": [], "tools": ' + DEEP.encode() + b"}",
 }
 # Values that are wrong in every field of a kind.
@@ -93,10 +95,25 @@ CHATS = [
     {"messages": USER, "tool_choice": "required"}, {"messages": USER, "tool_choice": {"a": 1}},
     {"messages": USER, "modalities": ["audio"]}, {"messages": USER, "prompt": "x"},
     {"messages": USER, "chat_template_kwargs": {"messages": []}},
+    {"messages": USER, "chat_template_kwargs": {"self": 1}},
+    {"messages": [*USER, {"role": "assistant", "content": None}]},
+    {"messages": [*USER, {"role": "assistant"}]},
     {"messages": [*USER, {"role": "assistant", "tool_calls": 5}]},
     {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},
     {"messages": [*USER, {"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": "{"}}]}]},
+]  # fmt: skip
+# Faults that the engine finds, which knows them by other names: they are told by the client's.
+NAMED = [
+    ({"speculative": ["nobody"]}, "speculative"), ({"speculative": -1}, "speculative"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"max_tokens": 0}, "max_tokens"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+     "response_format"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
+      "tool_choice": "required"}, "tools"),
+    ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages"),
 ]  # fmt: skip
 PROMPTS = [
     None, "", [], 5, {}, True, [""], [[]], ["the", 5], [[1], "the", []], [1, 2.5], [-1], [96],
@@ -151,6 +168,14 @@ def test_conversations_that_cannot_be(client):
         refusal(client.post(CHAT, content=json.dumps(body)))
 
 
+def test_faults_are_told_by_the_names_of_the_fields(client):
+    for changes, field in NAMED:
+        body = json.dumps({"messages": USER} | changes)
+        error = refusal(client.post(CHAT, content=body))
+        assert error["param"] == field, error
+        assert field == "messages" or error["message"].startswith(field), error
+
+
 def test_prompts_that_cannot_be(client):
     for prompt in PROMPTS:
         refusal(client.post(COMPLETIONS, content=json.dumps({"prompt": prompt})))
@@ -168,7 +193,8 @@ def test_null_is_a_field_left_out(client):
 def test_paths_and_methods_there_are_not(client):
     for method, path, status in (
         ("GET", COMPLETIONS, 405), ("PUT", CHAT, 405), ("DELETE", "/v1/models", 405),
-        ("GET", "/v1/engines", 404), ("POST", "/v1/embeddings", 404), ("GET", "/%00", 404),
+        ("GET", "/health/", 404), ("GET", "/v1/engines", 404),
+        ("POST", "/v1/embeddings", 404), ("GET", "/%00", 404),
     ):  # fmt: skip
         refusal(client.request(method, path), status)
     assert client.get(COMPLETIONS).headers["allow"] == "POST"

@@ -134,6 +134,23 @@ def test_a_client_that_goes_frees_everything_within_one_step(path, stream):  # B
     llm.engine.check_integrity()
 
 
+@pytest.mark.parametrize("stuck_at", [1, 2, 5])
+def test_a_client_that_reads_no_more_gives_its_seat_back(monkeypatch, stuck_at):
+    monkeypatch.setattr("outrider.serving.http.READ_SECONDS", 0.02)
+    llm = make_llm()
+    app = create_app(llm)
+
+    async def call():
+        caller = Caller(app, COMPLETIONS, {**LONG, "stream": True}, num_read=stuck_at)
+        await caller.task
+        await until(lambda: idle(llm))
+        assert len(caller.sent) == stuck_at
+
+    with loop_with(app) as runner:
+        runner.run(call())
+    assert service_of(app).limits.num_choices == 0
+
+
 def plain_params(max_tokens: int = 200) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 

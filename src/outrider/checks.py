@@ -78,6 +78,8 @@ def token_ids(name: str, values: Any, error: type[UserError] = ConfigError) -> l
         listed = values.tolist()  # an array or a tensor
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes | bytearray | memoryview):
         raise error(f"{name} must be a list of token ids, got {shown(values)}")
+    if set(map(type, listed)) == {int} and min(listed) >= 0:  # a million of them in 20 ms
+        return list(listed)
     return [integer(f"a token id in {name}", value, 0, None, error) for value in listed]
 
 

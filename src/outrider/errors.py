@@ -4,7 +4,8 @@
     ├── UserError                 what was given cannot be used; the CLI exits with 2
     │   ├── ModelError            unknown, missing or unsupported model
     │   ├── TokenizerMismatch     drafts, tokenizer and target do not share a vocabulary
-    │   ├── PromptError           empty prompt, prompt beyond the context, ids out of range
+    │   ├── PromptError           empty prompt, ids out of range
+    │   │   └── PromptTooLong     a prompt that leaves no room in the context
     │   ├── SamplingError         a sampling parameter out of its range
     │   ├── TableError            a draft table, or the corpus for one, that cannot be used
     │   ├── DataError             training data, features or a checkpoint that cannot be used
@@ -37,6 +38,10 @@ class TokenizerMismatch(UserError):
 
 class PromptError(UserError):
     """The prompt is empty, beyond the context, or holds ids outside the vocabulary."""
+
+
+class PromptTooLong(PromptError):
+    """The prompt leaves no room in context and KV cache for an output."""
 
 
 class SamplingError(UserError):

@@ -10,7 +10,7 @@ from outrider.checks import shown
 from outrider.drafting.source import DraftContext
 from outrider.engine.output import OutputBuilder, TokenizerLike
 from outrider.engine.request import Request, RequestGroup, TokenBuffer, read_only
-from outrider.errors import PromptError, SamplingError
+from outrider.errors import PromptError, PromptTooLong, SamplingError
 from outrider.grammar import Grammars, GrammarState
 from outrider.results import SpeculativeMetrics
 from outrider.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ class Intake:
                 f"ids must be in [0, {self.vocab_size})"
             )
         if len(ids) >= self.max_model_len:
-            raise PromptError(
+            raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens; context and KV cache hold "
                 f"{self.max_model_len}, of which at least one is for the output"
             )

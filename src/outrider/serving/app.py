@@ -43,6 +43,7 @@ def _routes(service: Service) -> FastAPI:
         version=__version__,
         lifespan=lifespan,
         openapi_url=None,
+        redirect_slashes=False,  # to an address that the client's Host header names
         exception_handlers={
             ApiError: _refuse,
             EngineGone: _refuse_all,

@@ -34,7 +34,7 @@ def read(
     tools = _tools(call)
     messages = [_message(message, template) for message in call.messages]
     variables = dict(call.chat_template_kwargs or {})
-    if reserved := {"messages", "tools"} & variables.keys():
+    if reserved := {"messages", "tools", "self"} & variables.keys():
         raise PromptError(f"chat_template_kwargs holds {shown(reserved)}, expected other names")
     if tools and "tools" not in template:
         messages, tools = _with_tools(messages, tools), None
@@ -88,6 +88,8 @@ def _message(message: dict[str, Any], template: str) -> dict[str, Any]:
         message = message | {"role": "system"}  # OpenAI's newer name of it
     calls = message.get("tool_calls")
     if not calls:
+        if "role" in message and message.get("content") is None:  # templates say it less well
+            raise PromptError(f"a message without tool_calls needs a content, got {shown(message)}")
         return message
     if not isinstance(calls, list):
         raise PromptError(f"tool_calls of a message must be a list, got {shown(calls)}")

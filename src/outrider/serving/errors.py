@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from json.encoder import encode_basestring
 from typing import Any
 
-from outrider.errors import PromptError, SamplingError, UserError
+from outrider.errors import PromptError, PromptTooLong, SamplingError, UserError
 from outrider.serving.worker import EngineFailure, EngineGone
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
@@ -64,15 +64,22 @@ def out_of_order() -> ApiError:
     return ApiError(503, told, headers={"Retry-After": "10"})
 
 
-def refused(error: UserError) -> ApiError:
-    """A 400 that says what the engine says of a request."""
-    param = None
-    if isinstance(error, SamplingError):  # its messages name a parameter first
-        found = re.match(r"(?:a token id in )?(\w+)", str(error))
-        param = found and found[1]
-    elif isinstance(error, PromptError):
-        param = "prompt" if "prompt" in str(error) else "messages"
-    return ApiError(400, str(error), param=param)
+def refused(error: UserError, fields: Mapping[str, str]) -> ApiError:
+    """A 400 that says what the engine says of a request.
+
+    `fields`: by the engine's word for something, the field that the client gave it in, where that
+    is another.
+    """
+    said, param = str(error), None
+    if isinstance(error, PromptError):
+        param = fields.get("prompt", "prompt")
+    elif isinstance(error, SamplingError):  # its messages name a parameter first
+        found = re.match(r"(?:a token id in )?(\w+)", said)
+        if found is not None:
+            param = fields.get(found[1], found[1])
+            said = said.replace(found[1], param, 1)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return ApiError(400, said, param=param, code=code)
 
 
 def to_json(value: Any) -> bytes:

@@ -7,7 +7,9 @@ around a response cost more than what they do.
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from math import inf
 from time import perf_counter
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -23,6 +25,7 @@ from outrider.serving.worker import EngineFailure, Item, Ticket
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0  # in which a body must have come
+READ_SECONDS = 60.0  # in which a client must have taken a piece of a stream
 LONGEST_ID = 128
 POLLED = ("/health", "/live", "/metrics", "/ready")  # every second or so: no news if they went well
 GONE = 499  # status of a call whose client went away; it is in the log only
@@ -31,7 +34,7 @@ Found = TypeVar("Found")
 
 
 class Disconnected(Exception):
-    """The client went away."""
+    """The client went away, or takes nothing any more."""
 
 
 class JSONBody(Response):
@@ -71,10 +74,12 @@ class EventStream(Response):
         self._events = events
         self._last = last
         self._close = close
+        self._sending_since = inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send, scope["state"]["send"]))
+            sending = self._send_all(send, scope["state"]["send"])
+            await while_wanted(sending, gone(receive), self._stuck())
         finally:
             self._close()
 
@@ -85,55 +90,70 @@ class EventStream(Response):
         try:
             async for items in self._ticket:
                 if data := self._events(items):
-                    await send_piece(_piece(data))
+                    await self._put(send_piece, data)
             if data := self._last():
-                await send_piece(_piece(data))
+                await self._put(send_piece, data)
         except EngineFailure as error:  # the status has been sent: the client reads it here
-            await send_piece(_piece(to_event(failed(error).envelope)))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            await self._put(send_piece, to_event(failed(error).envelope))
+        await self._put(send, b"data: [DONE]\n\n", is_last=True)
+
+    async def _put(self, send: Send, data: bytes, is_last: bool = False) -> None:
+        self._sending_since = perf_counter()
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._sending_since = inf
+
+    async def _stuck(self) -> None:
+        """Returns when the client reads no more, which must not keep a seat from others."""
+        while perf_counter() - self._sending_since < READ_SECONDS:
+            await asyncio.sleep(READ_SECONDS / 4)
 
 
-def _piece(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": True}
-
-
-async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
-    """What the work gives, unless the client goes away first.
+async def while_wanted(work: Awaitable[Found], *ends: Awaitable[None]) -> Found:
+    """What the work gives, unless something comes first that says nobody waits for it.
 
     Raises:
         Disconnected: it did; the work has been cancelled.
     """
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_gone(receive))
+    tasks = [working, *map(asyncio.ensure_future, ends)]
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Disconnected
         return working.result()
     finally:
-        for task in (working, watching):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
+    """Returns when the client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def read_json(request: Request, most: int) -> Any:
+async def read_body(request: Request, most: int) -> bytes:
     """The body, at most so many bytes.
 
     Raises:
-        ApiError: 413 too large, 408 too slow, 400 not JSON.
+        ApiError: 413 too large, 408 too slow.
     """
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            data = await _read(request, most)
+            return await _read(request, most)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s") from None
+
+
+def parse_json(data: bytes) -> Any:
+    """The JSON in a body.
+
+    Raises:
+        ApiError: 400, not UTF-8, not JSON, or a field given twice.
+    """
     try:
-        return json.loads(data.decode(), parse_constant=_no_number)
+        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -160,6 +180,14 @@ async def _read(request: Request, most: int) -> bytes:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is too large, this server takes {most} bytes at most")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # which of the two was meant?
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ApiError(400, f"the body holds {shown(twice)} twice in one object", param=twice)
+    return found
 
 
 def _no_number(text: str) -> float:

@@ -106,7 +106,7 @@ class ChatParser:
         if not is_over and not self._is_end:
             self._held = text + self._held
             return
-        calls = read_calls(text)
+        calls = read_calls(text if is_over else text[: len(text) - _overlap(text, END_CALL)])
         if calls is None:  # not what it looked like: nothing that was said is lost
             self._said.content += self._space + CALL + text + (END_CALL if is_over else "")
             self._at_border = False

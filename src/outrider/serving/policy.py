@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,16 +11,15 @@ from starlette.responses import Response
 from outrider.checks import shown
 from outrider.errors import ConfigError
 from outrider.policy.live import LivePolicy, PolicyFile, PolicyVersion
-from outrider.policy.rule_document import compile_policy, read_facts
+from outrider.policy.rule_document import MAX_BYTES, compile_policy, read_facts, read_json
 from outrider.policy.rule_schema import policy_schema
 from outrider.policy.rules import shown_explanation
-from outrider.serving.errors import ApiError, refused
-from outrider.serving.http import JSONBody, read_json
+from outrider.serving.errors import refused
+from outrider.serving.http import JSONBody, read_body
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-MAX_BYTES = 1 << 20
 
 
 def add_policy(app: FastAPI, live: LivePolicy, authorize: Callable[[Request], None]) -> None:
@@ -35,8 +33,8 @@ def add_policy(app: FastAPI, live: LivePolicy, authorize: Callable[[Request], No
     @app.put("/policy")
     async def replace(request: Request) -> Response:
         authorize(request)
-        document = await read_json(request, MAX_BYTES)
-        return _changed(live, lambda: live.replace(document))
+        body = await read_body(request, MAX_BYTES)
+        return _changed(live, lambda: live.replace(read_json(body)))
 
     @app.post("/policy/back")
     async def back(request: Request) -> Response:
@@ -46,7 +44,7 @@ def add_policy(app: FastAPI, live: LivePolicy, authorize: Callable[[Request], No
     @app.post("/policy/explain")
     async def explain(request: Request) -> Response:
         authorize(request)
-        return JSONBody(_explained(live, await read_json(request, MAX_BYTES)))
+        return JSONBody(_explained(live, await read_body(request, MAX_BYTES)))
 
     @app.get("/policy/schema")
     async def schema(request: Request) -> Response:
@@ -54,9 +52,8 @@ def add_policy(app: FastAPI, live: LivePolicy, authorize: Callable[[Request], No
         return JSONBody(policy_schema())
 
 
-async def watch(path: Path, live: LivePolicy) -> None:
+async def watch(file: PolicyFile) -> None:
     """Reload the file whenever it changes; what is wrong with it is logged and changes nothing."""
-    file = PolicyFile(path, live)
     while True:
         await asyncio.sleep(POLL_SECONDS)
         try:
@@ -80,7 +77,7 @@ def _changed(live: LivePolicy, change: Callable[[], PolicyVersion]) -> Response:
     try:
         report(change())
     except ConfigError as error:
-        raise refused(error) from error
+        raise refused(error, {}) from error
     return JSONBody(_shown(live))
 
 
@@ -94,13 +91,14 @@ def _shown(live: LivePolicy) -> dict[str, Any]:
     }
 
 
-def _explained(live: LivePolicy, body: Any) -> dict[str, Any]:
+def _explained(live: LivePolicy, data: bytes) -> dict[str, Any]:
     """A dry run of the policy in the body, or of the one in force, on the facts in the body."""
-    if not isinstance(body, dict) or body.keys() - {"facts", "policy"}:
-        raise ApiError(400, f'expected {{"facts": …}} and perhaps "policy", got {shown(body)}')
     try:
+        body = read_json(data, "the body")
+        if not isinstance(body, dict) or body.keys() - {"facts", "policy"}:
+            raise ConfigError(f'expected {{"facts": …}} and perhaps "policy", got {shown(body)}')
         request, load = read_facts(body.get("facts", {}), "$.facts")
         rules = compile_policy(body["policy"]) if "policy" in body else live.current.rules
     except ConfigError as error:
-        raise refused(error) from error
+        raise refused(error, {}) from error
     return shown_explanation(rules.explain(request, load))

@@ -117,6 +117,14 @@ class Call(_Part):
     return_token_sources: bool | None = None
 
     @property
+    def fields(self) -> dict[str, str]:
+        """Where a client finds what the engine calls otherwise, by the engine's word for it."""
+        fields = {"num_draft_tokens": "speculative", "sources": "speculative"}
+        if self.response_format is not None:
+            fields["structured_outputs"] = "response_format"
+        return fields
+
+    @property
     def num_choices(self) -> int:
         """Choices of one prompt; a number that cannot be is refused with the parameters."""
         return 1 if self.n is None else self.n
@@ -190,25 +198,29 @@ class CompletionCall(Call):
     echo: bool | None = None
 
     @property
-    def prompts(self) -> list[Any]:
-        """Every prompt as `PromptReader.read_prompt` takes it.
+    def listed(self) -> list[Any]:
+        """The prompts, of which each may still be none.
 
         Raises:
             PromptError: not text, token ids, or a list of these.
         """
-        listed = self.prompt
-        if isinstance(listed, str) or _is_list_of(listed, int):
-            listed = [listed]
-        if not isinstance(listed, list) or not listed:
+        if isinstance(self.prompt, str) or _is_list_of_ids(self.prompt):
+            return [self.prompt]
+        if not isinstance(self.prompt, list) or not self.prompt:
             raise PromptError(
                 f"prompt must be text, a list of token ids, or a list of these, got "
                 f"{shown(self.prompt)}"
             )
+        return self.prompt
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Every prompt as `PromptReader.read_prompt` takes it; raises as `listed`."""
         return [
             one
             if isinstance(one, str)
             else {"prompt_token_ids": token_ids("prompt", one, PromptError)}
-            for one in listed
+            for one in self.listed
         ]
 
     def params(self, owner: str) -> SamplingParams:
@@ -231,6 +243,15 @@ class ChatCall(Call):
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    @property
+    def fields(self) -> dict[str, str]:
+        fields = super().fields | {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = "max_completion_tokens"
+        if self.calls_tools and self.structured_outputs is None:
+            fields.setdefault("structured_outputs", "tools")
+        return fields
 
     @property
     def calls_tools(self) -> bool:
@@ -358,8 +379,8 @@ def _named_function(choice: Any) -> str:
     return name
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is kind for one in value)
+def _is_list_of_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _bias(given: Mapping[str, float] | None) -> dict[int, float] | None:

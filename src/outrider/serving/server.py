@@ -3,13 +3,13 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from types import FrameType
 
 import uvicorn
 
 from outrider.errors import ConfigError
 from outrider.llm import LLM
-from outrider.policy.live import PolicyFile
 from outrider.serving.app import create_app, service_of
 from outrider.serving.logs import json_logs
 from outrider.serving.policy import report
@@ -38,12 +38,14 @@ def serve(
         access_log=False,
         lifespan="on",
         server_header=False,
-        timeout_graceful_shutdown=None if drain_seconds is None else int(drain_seconds),
+        ws="none",
+        timeout_graceful_shutdown=None if drain_seconds is None else ceil(drain_seconds),
     )
-    if settings.policy is not None:
-        PolicyFile(settings.policy, llm.rules).on_hangup(report)
+    service = service_of(app)
+    if service.policy_file is not None:
+        service.policy_file.on_hangup(report)
     with json_logs():
-        server = _Server(config, service_of(app))
+        server = _Server(config, service)
         try:
             server.run()
         except SystemExit as end:  # what uvicorn logs and exits for, as an address in use

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from outrider.checks import integer, shown
 from outrider.errors import ConfigError, MissingDependency, UserError
 from outrider.llm import LLM
+from outrider.policy.live import PolicyFile
 from outrider.prompts import Submission
 from outrider.results import RequestOutput
 from outrider.sampling_params import SamplingParams
@@ -22,7 +23,14 @@ from outrider.serving import chat, policy
 from outrider.serving.answers import Answer, ChatAnswer, CompletionAnswer, new_id
 from outrider.serving.cores import spread_threads
 from outrider.serving.errors import ApiError, failed, out_of_order, refused, to_event
-from outrider.serving.http import EventStream, JSONBody, read_json, until_disconnect
+from outrider.serving.http import (
+    EventStream,
+    JSONBody,
+    gone,
+    parse_json,
+    read_body,
+    while_wanted,
+)
 from outrider.serving.limits import Keys, Limits
 from outrider.serving.metrics import Metrics, Watch
 from outrider.serving.numbers import request_metrics, usage
@@ -32,9 +40,12 @@ from outrider.serving.snapshot import shown_decision, snapshot
 from outrider.serving.structure import behind_thoughts
 from outrider.serving.trace import Trace
 from outrider.serving.worker import EngineFailure, Item, Ticket, Worker
+from outrider.target.base import PAGE_SIZE
 from outrider.terms import Terms
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class Service:
         self.keys = Keys([*settings.api_keys, *settings.admin_keys] if settings.api_keys else [])
         self.admin_keys = Keys(settings.admin_keys or settings.api_keys)
         self._overseers = Keys(settings.admin_keys)
+        path = settings.policy
+        self.policy_file = None if path is None else PolicyFile(path, llm.rules)
         self._watching: asyncio.Task[None] | None = None
         running = llm.engine.scheduler.max_requests
         waiting = running if settings.max_waiting is None else settings.max_waiting
@@ -100,9 +113,20 @@ class Service:
     def start(self) -> None:
         """Begin to serve, in the event loop that does."""
         self.worker.start()
-        if self.settings.policy is not None:
-            watching = policy.watch(self.settings.policy, self.llm.rules)
-            self._watching = asyncio.create_task(watching)
+        if self.policy_file is not None:
+            self._watching = asyncio.create_task(policy.watch(self.policy_file))
+        logger.info("serving", extra={"record": self._about()})
+
+    def _about(self) -> dict[str, Any]:
+        """What an operator wants to see of it at the start."""
+        engine = self.llm.engine
+        return {
+            "model": self.model,
+            "sources": [source.name for source in engine.speculation.sources],
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.scheduler.max_requests,
+            "kv_cache_tokens": engine.arena.num_pages * PAGE_SIZE,
+        }
 
     def drain(self) -> None:
         """Take no more calls; those under way go on."""
@@ -120,7 +144,7 @@ class Service:
         """`/v1/completions`."""
         call = parse(CompletionCall, await self._body(request))
         answer = CompletionAnswer(call, self.model, new_id("cmpl"))
-        return await self._answer(request, call, answer, len(_read(lambda: call.prompts)))
+        return await self._answer(request, call, answer, len(_read(lambda: call.listed, call)))
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
@@ -174,20 +198,20 @@ class Service:
     async def _body(self, request: Request) -> Any:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
-        return await read_json(request, self.settings.max_body_bytes)
+        return parse_json(await read_body(request, self.settings.max_body_bytes))
 
     async def _answer(
         self, request: Request, call: Call, answer: Answer, num_prompts: int
     ) -> Response:
         self.check_model(call.model)
         owner: str = request.state.owner
-        params = _read(lambda: call.params(owner))
-        terms = _read(call.terms)
+        params = _read(lambda: call.params(owner), call)
+        terms = _read(call.terms, call)
         with ExitStack() as stack:
             stack.enter_context(self.limits.slot(owner, num_prompts * call.num_choices))
             # Tokenising a long prompt takes longer than others should wait for a token.
             submissions = await asyncio.to_thread(
-                _read, lambda: self._submissions(answer, params, terms)
+                _read, lambda: self._submissions(answer, params, terms), call
             )
             ticket = self.worker.submit(submissions, terms)
             stack.callback(self.worker.cancel, ticket)
@@ -195,7 +219,7 @@ class Service:
             if call.stream:
                 return self._stream(ticket, answer, record, stack.pop_all().close)
             collecting = self._collect(ticket, answer, record)
-            return JSONBody(await until_disconnect(request.receive, collecting))
+            return JSONBody(await while_wanted(collecting, gone(request.receive)))
 
     def _submissions(
         self, answer: Answer, params: SamplingParams, terms: Terms
@@ -213,21 +237,11 @@ class Service:
             if answer.call.echo:
                 answer.echoes = [one.text or self._decoded(one) for one in found]
         for one in found:
-            self._check_length(one)
             self.llm.engine.check(one.token_ids, one.params, terms)
         return found
 
     def _decoded(self, submission: Submission) -> str:
         return self.llm.tokenizer.decode(list(submission.token_ids))
-
-    def _check_length(self, submission: Submission) -> None:
-        most, given = self.llm.engine.max_model_len, len(submission.token_ids)
-        if given >= most:
-            raise ApiError(
-                400,
-                f"the prompt has {given} tokens; this server holds {most} of prompt and output",
-                code="context_length_exceeded",
-            )
 
     async def _collect(
         self, ticket: Ticket, answer: Answer, record: dict[str, Any]
@@ -315,11 +329,11 @@ class _Seen:
         return [self._results[prompt] for prompt in sorted(self._results)]
 
 
-def _read(reading: Any) -> Any:
-    """What the function gives; what it refuses becomes a 400."""
+def _read(reading: Callable[[], Found], call: Call) -> Found:
+    """What the function gives; what it refuses of the call becomes a 400."""
     try:
         return reading()
     except UserError as error:
-        raise refused(error) from error
+        raise refused(error, call.fields) from error
     except MissingDependency as error:
         raise ApiError(400, str(error)) from error
