@@ -20,7 +20,7 @@ from outrider.cli.train_data import temperature_shares
 from outrider.drafting.scripted import ScriptedSource
 from outrider.drafting.source import Draft
 from outrider.engine.times import StepTimes
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataError
 from outrider.policy.fixed import FixedLength
 from outrider.policy.view import Ask, StepView
 from outrider.results import CompletionOutput, RequestOutput
@@ -254,7 +254,8 @@ def test_the_whole_path(model, prompts, tmp_path) -> None:
     assert read_header(run / "run.json", "outrider training run")["recipe"]["seed"] == 3
     trained = load_drafter(run / "drafter").drafter.state_dict()
 
-    shown = train("calibrate", run, "--data", tmp_path / "data", "--model", model)
+    data = tmp_path / "data"
+    shown = train("calibrate", run, "--data", data, "--model", model)
     assert "temperatures" in shown
     again = load_drafter(run / "drafter")
     calibration = again.config["provenance"]["calibration"]
@@ -263,6 +264,15 @@ def test_the_whole_path(model, prompts, tmp_path) -> None:
     assert calibration["num_texts"] == 4
     assert all((value == trained[name]).all() for name, value in again.drafter.state_dict().items()
                if name not in ("temperatures", "shifts"))  # fmt: skip
+
+    config = run / "drafter" / "config.json"
+    whole, foreign = config.read_text(), json.loads(config.read_text())
+    foreign["target"] |= {"name": "sibling", "fingerprint": "f00"}
+    config.write_text(json.dumps(foreign))
+    for command in (("eval", run, "--workload", prompts), ("calibrate", run, "--data", data)):
+        with pytest.raises(DataError, match="drafter was made for sibling with the tokenizer f00"):
+            train(*command, "--model", model)
+    config.write_text(whole)
 
     found = json.loads(
         train(
@@ -292,6 +302,16 @@ def test_commands_without_their_files_say_so(model, tmp_path, monkeypatch, capsy
     assert "no data.json" in told("run", "dspark", "--data", tmp_path, "-o", tmp_path / "run")
     assert "no recipe 'x'" in told("run", "x", "--data", tmp_path, "-o", tmp_path / "run")
     assert "no drafter at" in told("eval", tmp_path / "none")
+    for given in ("[]", '[{"method": "lookup"}, {"method": "forced"}]'):
+        assert "must be a run, a drafter or the JSON of one source" in told("eval", given)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").touch()
+    for command in (
+        ("eval", tmp_path / "begun"),
+        ("calibrate", tmp_path / "begun", "--data", tmp_path),
+        ("run", "dspark", "--data", tmp_path, "-o", tmp_path, "--init-from", tmp_path / "begun"),
+    ):
+        assert "begun is a run that has not ended, expected one with drafter/" in told(*command)
     assert "has no config.json" in told("calibrate", tmp_path, "--data", tmp_path)
 
 

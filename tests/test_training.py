@@ -214,6 +214,8 @@ def test_warm_start_takes_the_parameters_of_a_drafter(places, tmp_path) -> None:
         ("training.shares={chat: many}", "shares: chat must be a number, got 'many'"),
         ("training.shares={chta: 0.5}", r"names \['chta'\], expected categories of the data"),
         ("steps", "a change must be KEY=VALUE"),
+        ("training.steps.x=3", "names the key 'x' inside of 6, which has no keys"),
+        ("=3", r"unknown keys \[''\]"),
     ],
 )
 def test_values_that_cannot_be_are_refused(change, message, places, tmp_path) -> None:

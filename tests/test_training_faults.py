@@ -158,6 +158,16 @@ def test_features_that_are_damaged(change, message, places, tmp_path) -> None:
         Run(recipe_of(toy_recipe()), inputs(places, tmp_path / "run", features=features))
 
 
+def test_a_shard_that_is_cut_off_is_named_with_the_way_out(places, tmp_path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(places["data"], data)
+    os.truncate(data / SHARD, 300)
+    with pytest.raises(
+        DataError, match=f"{SHARD} cannot be read: .*; deleted, it is written again"
+    ):
+        Run(recipe_of(toy_recipe()), inputs(places, tmp_path / "run", data=data))
+
+
 @pytest.mark.parametrize("size", [0, 5, 300])
 def test_features_that_are_cut_off(size: int, places, tmp_path) -> None:
     features = tmp_path / "features"

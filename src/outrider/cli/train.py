@@ -23,7 +23,8 @@ def train(context: typer.Context) -> None:
     """Train a drafter for your own model: data, features, training, evaluation.
 
     `data` has the model answer prompts, `features` keeps what it computes on its answers, `run`
-    trains a drafter by a recipe, `eval` measures what the engine accepts of it.
+    trains a drafter by a recipe, `eval` measures what the engine accepts of it; `calibrate` sets
+    how sure a drafter is of its tokens, which a run does at its end too.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -50,7 +51,7 @@ def run(
         ),
     ] = None,
     init_from: Annotated[
-        Path | None, typer.Option(help="Start from this drafter (RUN/drafter of another run).")
+        Path | None, typer.Option(help="Start from this drafter, or that of another run.")
     ] = None,
     report_every: Annotated[int, typer.Option(min=1, help="Steps between reports.")] = 20,
     held_out_every: Annotated[
@@ -67,15 +68,16 @@ def run(
     """
     from outrider.training.hold import held
     from outrider.training.recipe import read_recipe
-    from outrider.training.run import Inputs, Pace, Run
+    from outrider.training.run import Inputs, Pace, Run, drafter_at
     from outrider.training.world import join_world, leave_world
 
     asked = [*(changes or []), *([] if steps is None else [f"training.steps={steps}"])]
     chosen = read_recipe(recipe, asked)
+    start = None if init_from is None else drafter_at(init_from)
     world, device = join_world(target.device)
     try:
         threads = target.set_threads()
-        inputs = Inputs(data, output, features, target.model, device, init_from)
+        inputs = Inputs(data, output, features, target.model, device, start)
         with held(output) if world.is_first else nullcontext():
             started = _starting(chosen, inputs, world, Run)
             provenance = about(threads, seed=chosen.seed)

@@ -1,13 +1,13 @@
 """`outrider train data`: the target answers prompts, and writes some of its own."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.options import ModelOptions
+from outrider.cli.options import MODEL_PANEL, ModelOptions
 from outrider.cli.train_options import about, bar, check_layers, layer_numbers
 from outrider.errors import ConfigError
 
@@ -21,8 +21,24 @@ LEAST_ROOM = 8192  # … and for all of them, so that a long one fits alone
 BATCH = 64  # requests at the same time: on a CPU more bring nothing, fewer lose
 
 
+@dataclass(slots=True)
+class AnswerOptions(ModelOptions):
+    """What answers, and how many prompts at a time."""
+
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(
+            "--batch",
+            "--max-num-seqs",
+            min=1,
+            help="Requests at the same time.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = BATCH
+
+
 def data(
-    model: ModelOptions,
+    model: AnswerOptions,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Directory to write; one that is there goes on.")
     ],
@@ -60,7 +76,6 @@ def data(
     shard_size: Annotated[
         int, typer.Option(min=1, help="Prompts of one file: what a kill can lose.")
     ] = 512,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = BATCH,
 ) -> None:
     """Have the model answer prompts; a run that was stopped goes on with the same texts."""
     from outrider.bench.workload import read_workload
@@ -82,10 +97,11 @@ def data(
         shard_size=shard_size,
         seed=seed,
     )
-    room = model.kv_cache_tokens or max(LEAST_ROOM, batch * (max_tokens + PROMPT_ROOM))
+    needed = model.max_num_seqs * (max_tokens + PROMPT_ROOM)
+    room = model.kv_cache_tokens or max(LEAST_ROOM, needed)
     recording = _recording(model, features, layers)
     also = [recording.recorder] if recording else []
-    llm = replace(model, max_num_seqs=batch, kv_cache_tokens=room).load(also=also)
+    llm = replace(model, kv_cache_tokens=room).load(also=also)
     console = messages()
     with ExitStack() as stack:
         for directory in (output, *([features] if features else [])):
@@ -107,6 +123,7 @@ def _recording(
 ) -> "Recording | None":
     """Features kept on the way, which costs less than `outrider train features` afterwards."""
     from outrider.target.load import load_model
+    from outrider.training.features import about_features
     from outrider.training.generate import Recording
     from outrider.training.recorder import Recorder
 
@@ -117,12 +134,7 @@ def _recording(
     numbers = layer_numbers(layers)
     loaded = load_model(model.model, model.dtype, model.device, model.tokenizer)
     check_layers(numbers, loaded)
-    header = {
-        "layer_ids": list(numbers),
-        "hidden_size": loaded.config["hidden_size"],
-        "target": loaded.name,
-        "provenance": about(_threads()),
-    }
+    header = about_features(loaded, numbers) | {"provenance": about(_threads())}
     return Recording(directory, Recorder(loaded, numbers), header)
 
 

@@ -9,10 +9,11 @@ import typer
 
 from outrider.cli.bench_options import WorkloadOptions
 from outrider.cli.train_options import DataPath, FeaturesPath, TargetOptions, about, bar
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from outrider.bench.workload import Workload
+    from outrider.checkpoints import LoadedDrafter
     from outrider.llm import LLM
     from outrider.training.rollouts import Rollouts
 
@@ -47,13 +48,16 @@ def evaluate(
     from outrider.bench.workload import check_room, read_workload
     from outrider.cli.console import output as stdout
     from outrider.cli.train_show import print_rollouts
+    from outrider.training.dataset import check_made_for
 
-    config = _config(drafter)
+    config, loaded = _config(drafter)
     if output is not None:
         check_writable(output)
     prompts = read_workload(workload.workload or (), workload.category or (), workload.limit)
     threads = target.set_threads()
     llm = _load(target, config, draft_tokens, batch)
+    if loaded is not None:
+        check_made_for(loaded, config["model"], llm.target.name, llm.tokenizer)
     check_room(llm.engine.max_model_len, workload.max_tokens, workload.input_tokens)
     found = _roll_out(llm, prompts, workload, batch, draft_tokens)
     result = {
@@ -75,17 +79,24 @@ def evaluate(
         write_whole(output, text)
 
 
-def _config(drafter: str) -> dict[str, Any]:
-    """The speculative config of one source that the argument means."""
+def _config(given: str) -> "tuple[dict[str, Any], LoadedDrafter | None]":
+    """The config of the one source that the argument means, and the drafter where it is one."""
     from outrider.checkpoints import load_drafter
     from outrider.cli.options import parse_speculative_config
+    from outrider.training.run import drafter_at
 
-    if drafter.lstrip().startswith("{"):
-        return parse_speculative_config(drafter)
-    if (Path(drafter) / "run.json").exists():
-        drafter = str(Path(drafter) / "drafter")
-    loaded = load_drafter(drafter)
-    return {"method": loaded.drafter.config.algorithm, "model": drafter}
+    if not given.lstrip().startswith(("{", "[")):
+        path = drafter_at(Path(given))
+        loaded = load_drafter(path)
+        return {"method": loaded.drafter.config.algorithm, "model": str(path)}, loaded
+    config = parse_speculative_config(given)
+    if isinstance(config, list) and len(config) == 1:
+        [config] = config
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"DRAFTER must be a run, a drafter or the JSON of one source, got {given!r:.80}"
+        )
+    return config, None
 
 
 def _load(
@@ -152,8 +163,9 @@ def calibrate(
     from outrider.cli.console import messages
     from outrider.training.calibrate import recalibrate
     from outrider.training.dataset import Data
+    from outrider.training.run import drafter_at
 
-    directory = path / "drafter" if (path / "run.json").exists() else path
+    directory = drafter_at(path)
     loaded = load_drafter(directory)
     if loaded.format != "outrider":
         raise DataError(f"{directory} has the format {loaded.format}, which keeps no calibration")

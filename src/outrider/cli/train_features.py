@@ -38,6 +38,7 @@ def features(
     from outrider.cli.console import messages
     from outrider.training.dataset import Data, check_target
     from outrider.training.features import (
+        about_features,
         check_layout,
         feature_reader,
         open_features,
@@ -54,9 +55,9 @@ def features(
     check_target(texts, loaded)
     check_layers(numbers, loaded)
     width = loaded.config["hidden_size"]
-    header = {"layer_ids": list(numbers), "hidden_size": width, "target": loaded.name}
+    header = about_features(loaded, numbers) | {"provenance": about(threads)}
     with held(output):
-        open_features(output, texts, {**header, "provenance": about(threads)})
+        open_features(output, texts, header)
         todo = sum(len(shard.token_ids) for shard in shards_to_do(output, texts))
         _check_room(output, todo, texts.num_tokens, len(numbers), width)
         reader = feature_reader(loaded, numbers)

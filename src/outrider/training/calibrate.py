@@ -24,7 +24,7 @@ from outrider.errors import DataError
 from outrider.target.load import LoadedModel
 from outrider.training.batches import Place, places_of, split
 from outrider.training.build import attach_target
-from outrider.training.dataset import Data, check_target
+from outrider.training.dataset import Data, check_made_for, check_target
 from outrider.training.evaluate import Judged, judge
 from outrider.training.features import feature_source
 from outrider.training.losses import LossWeights
@@ -117,6 +117,7 @@ def recalibrate(
     """
     drafter, provenance = loaded.drafter, loaded.config["provenance"]
     check_drafter(drafter.config, model.config_object())
+    check_made_for(loaded, directory, model.name, model.tokenizer)
     check_target(data, model)
     source, count = feature_source(model, data, drafter.config.target_layer_ids, features)
     held = _held_out(provenance, directory, data, count)
@@ -126,8 +127,8 @@ def recalibrate(
     found = None if judged is None else calibrate(drafter, judged, len(held))
     if found is None:
         raise DataError(
-            f"too few of the {len(held)} texts of {data.directory} that {directory} was not trained "
-            "on are long enough for a whole draft"
+            f"too few of the {len(held)} texts of {data.directory} to calibrate {directory} on are "
+            "long enough for a whole draft"
         )
     on = {"data": data.header.get("id"), "num_texts": len(held)}
     about = {**provenance, "calibration": {**found.as_json(), **on}}

@@ -25,7 +25,11 @@ from outrider.errors import DataError
 from outrider.writing import whole_file, whole_path
 
 if TYPE_CHECKING:
+    from outrider.checkpoints import LoadedDrafter
     from outrider.target.load import LoadedModel
+    from outrider.tokenizer import Tokenizer
+
+KIND = "outrider training data"
 
 
 @dataclass(slots=True)
@@ -60,7 +64,10 @@ class Shard:
             with safe_open(self.path, "numpy") as file:
                 found = {name: file.get_tensor(name) for name in COLUMNS}
         except (OSError, TypeError, SafetensorError) as error:  # TypeError: bf16, unknown to numpy
-            raise DataError(f"{self.path} cannot be read: {error}") from None
+            raise DataError(
+                f"{self.path} cannot be read: {error}; deleted, it is written again by the command "
+                "that made its directory"
+            ) from None
         wrong = _fault(found)
         if wrong:
             raise DataError(f"{self.path} holds no texts as they are written here: {wrong}")
@@ -124,7 +131,7 @@ class Data:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.header = read_header(directory / "data.json", "outrider training data")
+        self.header = read_header(directory / "data.json", KIND)
         names = self.header.get("categories")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DataError(
@@ -202,6 +209,22 @@ def check_target(data: Data, loaded: "LoadedModel") -> None:
         raise DataError(
             f"{data.directory} holds texts of the category number {last}, its data.json names "
             f"{len(data.categories)}"
+        )
+
+
+def check_made_for(
+    drafter: "LoadedDrafter", path: object, name: str, tokenizer: "Tokenizer | None"
+) -> None:
+    """Refuse a drafter whose token ids mean something else to the model `name`.
+
+    Raises:
+        DataError: it says what was found and expected.
+    """
+    theirs, given = drafter.target, drafter.target.get("fingerprint")
+    if given and tokenizer is not None and given != tokenizer.fingerprint:
+        raise DataError(
+            f"{path} was made for {theirs.get('name')} with the tokenizer {given}, {name} has "
+            f"{tokenizer.fingerprint}"
         )
 
 

@@ -24,7 +24,6 @@ from outrider.training.trainer import autocast, token_map, wanted_at
 
 ANCHORS_PER_TEXT = 32  # enough for a length; neighbours tell little that is new
 TOKENS_PER_PACK = 4096
-ALL = "all"
 
 
 @dataclass(slots=True)

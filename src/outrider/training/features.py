@@ -288,6 +288,15 @@ def shards_to_do(directory: Path, data: Data) -> list[Shard]:
     return [shard for shard in data.shards if not feature_path(directory, shard).exists()]
 
 
+def about_features(loaded: LoadedModel, layer_ids: tuple[int, ...]) -> dict[str, Any]:
+    """What features of a model say of themselves, for `open_features`."""
+    return {
+        "layer_ids": list(layer_ids),
+        "hidden_size": loaded.config["hidden_size"],
+        "target": loaded.name,
+    }
+
+
 def open_features(directory: Path, data: Data, about: dict[str, Any]) -> None:
     """Make a features directory, or make sure that one which is there is of the same kind.
 

@@ -21,6 +21,7 @@ from outrider.errors import DataError, PromptError
 from outrider.sampling_params import SamplingParams
 from outrider.training.beginnings import Beginning
 from outrider.training.dataset import (
+    KIND,
     Data,
     Sample,
     Shard,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.results import RequestOutput
 
-KIND = "outrider training data"
 MARKER = "\u2042 the user's words \u2042"  # stands for them where a template is rendered
 SELF_TEMPERATURE, SELF_TOP_P, SELF_TOKENS = 1.0, 0.95, 256  # how the target writes prompts
 SHORTEST = 8  # tokens of an answer that is kept

@@ -157,16 +157,24 @@ def _of_python(path: Path) -> Any:
 def _changed(content: Any, change: str) -> Any:
     """The content with one value replaced."""
     key, equals, text = change.partition("=")
-    if not equals or not isinstance(content, dict):
+    if not equals:
         raise ConfigError(f"a change must be KEY=VALUE, as training.steps=500, got {shown(change)}")
     try:
         value = yaml.safe_load(text)
     except NO_YAML as error:
         raise ConfigError(f"the value of {shown(change)} is no YAML: {error}") from None
-    first, dot, rest = key.partition(".")
-    if not dot:
-        return {**content, first: value}
-    return {**content, first: _changed(content.get(first) or {}, f"{rest}={text}")}
+    return _replaced(content, key.split("."), value, change)
+
+
+def _replaced(content: Any, keys: Sequence[str], value: Any, change: str) -> dict[str, Any]:
+    """An object with the value at the end of the keys."""
+    first, *rest = keys
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{shown(change)} names the key {first!r} inside of {shown(content)}, which has no keys"
+        )
+    inner = _replaced(content.get(first) or {}, rest, value, change) if rest else value
+    return {**content, first: inner}
 
 
 def recipe_of(content: Any, name: str = "the recipe") -> Recipe:

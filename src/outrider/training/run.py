@@ -32,6 +32,7 @@ from outrider.training.trainer import Report, Trainer
 from outrider.training.world import ALONE, StopSignals, World
 
 KIND = "outrider training run"
+DRAFTER = "drafter"  # directory in that of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,22 @@ class Result:
     held_out: HeldOut | None
     calibration: Calibration | None
     curve: Path | None
+
+
+def drafter_at(path: Path) -> Path:
+    """The drafter of a run, or the path as it is, where it is none.
+
+    Raises:
+        DataError: the run has not come to its end.
+    """
+    if not (path / "run.json").exists():
+        return path
+    if not (path / DRAFTER).exists():
+        raise DataError(
+            f"{path} is a run that has not ended, expected one with {DRAFTER}/ in it; the command "
+            "that began it goes on"
+        )
+    return path / DRAFTER
 
 
 def target_json(loaded: LoadedModel) -> dict[str, Any]:
@@ -168,10 +185,9 @@ class Run:
             "held_out": held_out and held_out.as_json(),
             "calibration": calibration and calibration.as_json(),
         }
-        save_drafter(
-            self.drafter, directory / "drafter", target=target_json(self._loaded), provenance=about
-        )
-        return Result(directory / "drafter", held_out, calibration, draw_curve(directory))
+        result = directory / DRAFTER
+        save_drafter(self.drafter, result, target=target_json(self._loaded), provenance=about)
+        return Result(result, held_out, calibration, draw_curve(directory))
 
     def _judged(self) -> tuple[HeldOut | None, Judged | None]:
         precision = self.recipe.training.precision
@@ -207,7 +223,7 @@ class Run:
         elif self.world.is_first:
             write_header(directory / "run.json", KIND, about)
         if self.world.is_first:
-            check_replaced(directory / "drafter")  # hours before it is written
+            check_replaced(directory / DRAFTER)  # hours before it is written
             for left in directory.glob(f".{STATE}.*"):  # of a process that was killed
                 left.unlink()
 

@@ -6,7 +6,6 @@ added over all processes before they are divided, so the number of processes cha
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,17 +91,6 @@ class Trainer:
     @property
     def num_steps(self) -> int:
         return self.recipe.training.steps
-
-    def run(self, report_every: int = 20) -> Iterator[Report]:
-        """Train to the end; one report per `report_every` steps, of their means.
-
-        Raises:
-            TrainingError: as `advance`.
-        """
-        while self.step < self.num_steps:
-            self.advance()
-            if self.step % report_every == 0 or self.step == self.num_steps:
-                yield self.report()
 
     def advance(self) -> None:
         """Make one step.
