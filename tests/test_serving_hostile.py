@@ -184,6 +184,25 @@ def test_prompts_that_cannot_be(client):
     assert "256 tokens" in error["message"]
 
 
+def test_texts_that_cannot_fit_are_refused_before_they_are_tokenised(client, monkeypatch):
+    def encode(self, text, add_special_tokens=True):
+        assert len(text) <= 2000
+        return [1] * len(text)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    huge = "a" * 10**6
+    for path, changes, param in (
+        (COMPLETIONS, {"prompt": huge}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", huge]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": huge}]}, "messages"),
+        (CHAT, {"messages": USER, "prediction": {"type": "content", "content": huge}},
+         "prediction"),
+    ):  # fmt: skip
+        error = refusal(client.post(path, json=changes))
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert "more than 256 tokens can hold" in error["message"]
+
+
 def test_null_is_a_field_left_out(client):
     body = dict.fromkeys(("stop", "n", "seed", "logit_bias", "suffix", "user", "top_p"))
     found = asked(client, COMPLETIONS, prompt="the cat", **GREEDY, **body)

@@ -147,7 +147,7 @@ class LLM:
             self.engine.measure_costs()
         self.rules = LivePolicy(document, {*METHODS, *names})
         self.engine.speculation.rules = self.rules
-        self.prompts = PromptReader(self.tokenizer)
+        self.prompts = PromptReader(self.tokenizer, self.engine.max_model_len)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[StreamChunk]] = {}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from outrider.checks import shown
-from outrider.errors import PromptError
+from outrider.errors import PromptError, PromptTooLong
 from outrider.sampling_params import SamplingParams
 
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
@@ -28,12 +28,17 @@ class Submission:
 class PromptReader:
     """Reads prompts with one tokenizer; None where only ids are taken.
 
+    Args:
+        max_model_len: tokens of a text at most. Text that cannot be so short is refused before it
+            is tokenised, which takes a CPU 5 s for 8 MB.
+
     Raises:
         PromptError: what is given is no prompt, or text without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
 
     def read_prompt(
         self, prompt: Any, params: SamplingParams, add_special_tokens: bool = True
@@ -86,6 +91,12 @@ class PromptReader:
             raise PromptError(f"{what} must be text, got {shown(text)}")
         if self._tokenizer is None:
             raise PromptError(f"{what} is text, and this LLM was made without a tokenizer")
+        longest = getattr(self._tokenizer, "longest", None)
+        if longest is not None and len(text) > longest * self._max_model_len:
+            raise PromptTooLong(
+                f"{what} has {len(text)} characters, more than {self._max_model_len} tokens can "
+                f"hold, which are all that fit"
+            )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

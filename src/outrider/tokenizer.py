@@ -170,6 +170,11 @@ class Tokenizer:
         candidates = (f"<0x{byte:02X}>" for byte in range(256))
         return frozenset(i for token in candidates if (i := self.token_id(token)) is not None)
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        return max((len(token) for token in self.tokens if token is not None), default=0)
+
     @property
     def vocab_size(self) -> int:
         return len(self.tokens)

@@ -72,7 +72,8 @@ def refused(error: UserError, fields: Mapping[str, str]) -> ApiError:
     """
     said, param = str(error), None
     if isinstance(error, PromptError):
-        param = fields.get("prompt", "prompt")
+        name = "prediction" if said.startswith("the prediction") else "prompt"
+        param = fields.get(name, name)
     elif isinstance(error, SamplingError):  # its messages name a parameter first
         found = re.match(r"(?:a token id in )?(\w+)", said)
         if found is not None:
