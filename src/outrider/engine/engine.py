@@ -271,7 +271,8 @@ class Engine:
         works = [proposal.work for proposal in proposals]
         found = self.verifier.verify(output.logits, works) if works else []
         seconds += self.times.lap("sample")
-        if all(work.may_draft for work in schedule.works):
+        # A tree takes longer than as many rows of chains, and plans know by how much.
+        if all(work.may_draft for work in schedule.works) and not batch.is_tree.any():
             self.cost.observe(batch.num_rows, seconds, int(batch.context_lens.sum()))
         return Verified(batch, output.features, found)
 

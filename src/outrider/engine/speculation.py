@@ -167,7 +167,13 @@ class Speculation:
         """
         if not view.row_budget or not any(ask.room > 0 for ask in view.asks):
             return 0.0
-        sources = self.planner.order(self.sources)
+        is_told = any(ask.has_prediction for ask in view.asks)
+        is_bound = any(ask.has_grammar for ask in view.asks)
+        sources = [
+            source
+            for source in self.planner.order(self.sources)
+            if (is_told or not source.needs_prediction) and (is_bound or not source.needs_grammar)
+        ]
         for source in sources:
             self._root_drafts(source, view, proposals)
         for source in sources:
@@ -288,10 +294,11 @@ class Speculation:
         if not asked:
             return
         for group in self.guard.groups(source.name, [view.asks[i].request_id for i in asked]):
+            begun = perf_counter()
             chosen = [proposals[asked[i]] for i in group]
             contexts = [self._context(source, proposal.work.request) for proposal in chosen]
             limits = [budgets[asked[i]] for i in group]
-            drafts = self._answers(source, view, "propose", contexts, limits)
+            drafts = self._answers(source, view, begun, "propose", contexts, limits)
             for proposal, context, draft in zip(chosen, contexts, drafts, strict=True):
                 if draft.token_ids and self._agrees(source, context, draft, proposal.outcome):
                     proposal.ask.drafts.append(self._fit(draft, proposal))
@@ -308,10 +315,11 @@ class Speculation:
         ]
         if not asked:
             return
+        begun = perf_counter()
         contexts = [self._context(source, proposals[i].work.request) for i in asked]
         chains = [wanted[i][1].token_ids for i in asked]
         limits = [wanted[i][0] for i in asked]
-        drafts = self._answers(source, view, "extend", contexts, chains, limits)
+        drafts = self._answers(source, view, begun, "extend", contexts, chains, limits)
         for index, draft in zip(asked, drafts, strict=True):
             known, _ = cut_unknown(prefix(draft, wanted[index][0]), self.vocab_size)
             if known.token_ids and not known.is_tree:
@@ -319,9 +327,17 @@ class Speculation:
                 view.asks[index].drafts.append(_lawful(longer, proposals[index]))
 
     def _answers(
-        self, source: DraftSource, view: StepView, method: str, *given: Sequence[Any]
+        self,
+        source: DraftSource,
+        view: StepView,
+        begun: float,
+        method: str,
+        *given: Sequence[Any],
     ) -> list[Draft]:
-        """One draft per context, empty ones where the call failed; its seconds are counted."""
+        """One draft per context, empty ones where the call failed; its seconds are counted.
+
+        `begun`: when the engine began to get ready for it, which a plan has to count as well.
+        """
         contexts: Sequence[DraftContext] = given[0]
         names = [context.request_id for context in contexts]
         start = perf_counter()
@@ -338,7 +354,7 @@ class Speculation:
         view.spent += seconds
         self._judge_pace(source, contexts, seconds)
         name = source.name if method == "propose" else extended(source.name)
-        self.planner.observe_call(name, len(contexts), seconds)
+        self.planner.observe_call(name, len(contexts), perf_counter() - begun)
         source.cost = self.planner.call_seconds(name) if method == "propose" else source.cost
         return drafts
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.drafts import cut_depth, matched, prefix
-from outrider.engine.merging import TREE_ROWS
+from outrider.engine.merging import tree_rows
 from outrider.policy.cost import CostModel, Surface
 from outrider.policy.traces import RequestTrace, Trace
 from outrider.policy.view import Ask, Policy, StepView
@@ -138,8 +138,8 @@ def _step(
             timed(policy.observe_call, source.name, asked, base + each * asked)
     chosen = timed(policy.choose, view)
     rows = len(asks) + sum(map(len, chosen))
-    dear = min(rows + TREE_ROWS * sum(draft.is_tree for draft in chosen), truth.max_rows)
-    seconds = truth.curve(context)[dear]
+    more = sum(tree_rows(len(draft)) for draft in chosen if draft.is_tree)
+    seconds = truth.curve(context)[min(rows + round(more), truth.max_rows)]
     learnt.observe(rows, seconds, context)
     for request, ask, draft in zip(running, asks, chosen, strict=True):
         rest = request.trace.token_ids[request.place : request.place + 65]
