@@ -274,6 +274,8 @@ def test_formats_that_cannot_be_followed_are_refused():
     with toy_server() as client:
         for form in forms:
             refusal(client.post(CHAT, json={"messages": USER, "response_format": form}))
+        body = {"messages": USER, "structured_outputs": {"regex": "a("}}
+        assert "unclosed group" in refusal(client.post(CHAT, json=body))["message"]
         both_of = {"response_format": FORMAT, "structured_outputs": {"json_object": True}}
         for body in (both_of, {"response_format": FORMAT, "min_tokens": 3},
                      {"structured_outputs": {"xml": 1}}, {"structured_outputs": {}}):  # fmt: skip

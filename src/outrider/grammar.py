@@ -71,8 +71,9 @@ class Grammars:
             return self._known[source]
         matcher = library.LLMatcher(self._tokenizer, source, log_level=0)
         if matcher.is_error():
-            reason = matcher.get_error().splitlines()[0]
-            raise SamplingError(f"structured_outputs cannot be followed: {reason}")
+            lines = matcher.get_error().splitlines()  # those that quote the grammar are indented
+            reason = " ".join(line for line in lines if not line.startswith(" "))
+            raise SamplingError(f"structured_outputs cannot be followed: {reason:.300}")
         if len(self._known) >= KEPT:
             self._known.pop(next(iter(self._known)))
         self._known[source] = matcher
