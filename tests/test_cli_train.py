@@ -174,6 +174,22 @@ def test_features_kept_on_the_way_are_those_of_a_forward_of_their_own(
             )
 
 
+def test_features_of_data_that_is_there_are_whole_or_refused(model, prompts, tmp_path) -> None:
+    data, features = tmp_path / "data", tmp_path / "features"
+    more = ("--features", features, "--layers", "1")
+    make_data(model, prompts, data, *more)
+    header = (features / "features.json").read_text()
+    (features / "features.json").unlink()  # as after a kill between the first shard and its header
+    make_data(model, prompts, data, *more)
+    again = json.loads((features / "features.json").read_text())
+    assert {**again, "provenance": 0} == {**json.loads(header), "provenance": 0}
+    (features / "features-00001.safetensors").unlink()
+    with pytest.raises(
+        DataError, match=r"no features of .*tokens-00001.*`outrider train features`"
+    ):
+        make_data(model, prompts, data, *more)
+
+
 def test_a_shard_of_which_nothing_is_kept_has_features_too(model, tmp_path) -> None:
     prompts = tmp_path / "long.jsonl"
     prompts.write_text(json.dumps({"prompt": "x" * 240}) + "\n")  # of a context of 256

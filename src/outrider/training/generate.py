@@ -30,7 +30,13 @@ from outrider.training.dataset import (
     write_header,
     write_shard,
 )
-from outrider.training.features import Features, joined, open_features, write_shard_features
+from outrider.training.features import (
+    Features,
+    joined,
+    open_features,
+    shards_to_do,
+    write_shard_features,
+)
 from outrider.training.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -122,8 +128,8 @@ def generate(
         recording: its recorder is one of the sources of `llm`.
 
     Raises:
-        DataError: the directory holds data of another plan, or cannot be written; or answers as
-            long as the plan's leave no room for prompts.
+        DataError: the directory holds data of another plan, or of the same without features, or
+            cannot be written; or answers as long as the plan's leave no room for prompts.
         PromptError: the target has no chat template.
     """
     header = chat_header(llm) if plan.self_prompts else []
@@ -138,6 +144,8 @@ def generate(
         "tokenizer": llm.tokenizer.fingerprint,
     }
     _open(directory, plan, about)
+    if recording is not None and _shard(directory, 0).exists():
+        _open_recorded(recording, Data(directory))
     for index in range(plan.num_shards):
         if not _shard(directory, index).exists():
             done = _write(llm, plan, header, directory, index, recording)
@@ -162,6 +170,18 @@ def _open(directory: Path, plan: Plan, about: dict[str, Any]) -> None:
         raise DataError(f"{directory} holds shards of data without their data.json")
     else:
         write_header(path, KIND, {"categories": plan.categories, **about})
+
+
+def _open_recorded(recording: Recording, data: Data) -> None:
+    """Make sure that features are kept of what is there: a kill may have come before their header,
+    and the first command may have kept none."""
+    open_features(recording.directory, data, recording.about)
+    lacking = shards_to_do(recording.directory, data)
+    if lacking:
+        raise DataError(
+            f"{recording.directory} has no features of {lacking[0].path}, expected those of all "
+            "texts that are there: `outrider train features` makes them"
+        )
 
 
 def _shard(directory: Path, index: int) -> Path:
