@@ -24,6 +24,7 @@ from serving_cases import (
 
 import outrider.serving as serving_package
 from outrider import SamplingParams
+from outrider.cli.serve import key_list
 from outrider.errors import ConfigError
 from outrider.serving.app import create_app, service_of
 from outrider.serving.limits import Limits
@@ -64,6 +65,17 @@ def test_who_may_change_the_policy():
 def test_keys_that_cannot_be_sent_are_refused(keys):
     with pytest.raises(ConfigError, match="API key"):
         Settings(api_keys=keys)
+
+
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_no_key_where_one_was_to_be_opens_no_server(tmp_path, content):
+    path = tmp_path / "keys"
+    path.write_text(content)
+    for given in (content, f"@{path}"):
+        with pytest.raises(ConfigError, match="--api-key expects a key"):
+            key_list(["sesame", given], "--api-key")
+    path.write_text(" a\n\nb\n")
+    assert key_list([f"@{path}", "c"], "--api-key") == ["a", "b", "c"]
 
 
 def test_texts_of_one_key_are_drafted_to_no_other():

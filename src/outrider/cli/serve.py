@@ -88,8 +88,8 @@ def serve(
             f"outrider serve needs {error.name}: pip install 'outrider[serve]'"
         ) from error
     settings = Settings(
-        api_keys=_keys(api_key or [], "--api-key"),
-        admin_keys=_keys(admin_key or [], "--admin-key"),
+        api_keys=key_list(api_key or [], "--api-key"),
+        admin_keys=key_list(admin_key or [], "--admin-key"),
         policy=policy,
         served_model_name=served_model_name,
         max_body_bytes=max_body_bytes,
@@ -110,7 +110,16 @@ def serve(
     run(llm, settings, host, port, drain_seconds)
 
 
-def _keys(given: list[str], option: str) -> list[str]:
-    """The keys themselves, also where a file holds them."""
-    texts = [text_or_file(one, option) for one in given]
-    return [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+def key_list(given: list[str], option: str) -> list[str]:
+    """The keys themselves, also where a file holds them.
+
+    Raises:
+        ConfigError: a file that cannot be read, or no key where one was to be.
+    """
+    keys = []
+    for one in given:
+        found = [line.strip() for line in text_or_file(one, option).splitlines() if line.strip()]
+        if not found:  # an empty variable of a shell must not open the server to everybody
+            raise ConfigError(f"{option} expects a key or @FILE with keys, got none in {one!r}")
+        keys += found
+    return keys
