@@ -36,6 +36,7 @@ from outrider.training.dataset import difference
 from outrider.training.recipe import recipe_of
 
 PLAIN_EVERY = 4  # one problem in so many is asked as it is, the others with …
+AGAIN = "python scripts/build_default_drafters.py WORK --prompts DIR"
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LAYERS = "1,8,14,20,27"  # all that the recipes read
 SHARES = "0:68,0.7:12,1:20"  # temperatures of answers
@@ -97,6 +98,8 @@ def data(build: Build, name: str) -> None:
         if build.header(texts).get("complete"):
             continue
         lines = build.given(PROBLEMS).read_text(encoding="utf-8").splitlines()
+        if len(lines) < texts.problems.stop:
+            sys.exit(f"{PROBLEMS} holds {len(lines)} lines, expected {texts.problems.stop} or more")
         asked = (_line(lines[i], i) for i in texts.problems)
         write_whole(build.work / texts.prompts, "".join(asked))
         kept = ("--features", texts.features, "--layers", LAYERS) if texts.features else ()
@@ -175,8 +178,10 @@ def ship(build: Build, name: str) -> None:
         left = f"stages to train: {waiting}, calibrated: {build.is_calibrated(name)}"
         sys.exit(f"{name} is not finished; {left}, evaluations to make: {missing}")
     texts = dict.fromkeys([*(stage.texts for stage in stages), build.plan.unseen])
+    cut = f" --stages {build.most_stages}" if build.most_stages else ""
     finished = Finished(
         name=name,
+        command=f"{AGAIN} --only {name}{cut}",
         runs=[build.run(stage) for stage in stages],
         texts={each.name: build.header(each) for each in texts},
         judged=build.judged(name),

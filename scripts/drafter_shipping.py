@@ -41,6 +41,7 @@ class Finished:
     """A drafter with all that its making left behind."""
 
     name: str
+    command: str  # that makes it again
     runs: Sequence[Path]  # of its stages, in order
     texts: Mapping[str, dict[str, Any]]  # headers of data directories, by name
     judged: Mapping[str, Path]  # what `outrider train eval` wrote, by "workload-temperature"
@@ -94,12 +95,11 @@ def provenance_of(finished: Finished, last: dict[str, Any]) -> dict[str, Any]:
 
     What the last run said stays where `outrider train calibrate` looks for it.
     """
-    again = f"python scripts/build_default_drafters.py WORK --prompts DIR --only {finished.name}"
     return {
         **last,
         "command": _command(last),
         "shipped": datetime.now(UTC).isoformat(timespec="seconds"),
-        "reproduce": again,
+        "reproduce": finished.command,
         "texts": {name: _texts(header) for name, header in finished.texts.items()},
         "stages": [_stage(run) for run in finished.runs],
         "curve": list(_curve(finished.runs)),

@@ -213,7 +213,14 @@ def test_parts_and_stages_are_picked(outrider, prompts) -> None:
     with pytest.raises(SystemExit, match=r"expected --prompts .* that holds gsm8k_test.* got no"):
         build(outrider, None, "--only", "dspark", "--stages", 1, "--part", "judge")
     build(outrider, prompts, "--only", "dspark", "--stages", 1)
-    assert (outrider.work / "shipped" / "smollm2-135m-dspark").is_dir()
+    about = load_drafter(outrider.work / "shipped" / "smollm2-135m-dspark").config["provenance"]
+    assert about["reproduce"].endswith("WORK --prompts DIR --only dspark --stages 1")
+    assert [stage["run"] for stage in about["stages"]] == ["dspark"]
+    problems = prompts / "gsm8k_train_prompts.jsonl"
+    problems.write_text("".join(problems.read_text().splitlines(True)[:4700]))
+    (outrider.work / "data_cal" / "data.json").unlink()
+    with pytest.raises(SystemExit, match="holds 4700 lines, expected 4750 or more"):
+        build(outrider, prompts, "--only", "mtp", "--part", "data")
 
 
 def test_a_stage_that_was_trained_otherwise_is_named(outrider, prompts) -> None:
