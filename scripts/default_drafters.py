@@ -78,8 +78,9 @@ MT_BENCH = (
 )
 WHOLE = Plan(
     drafters={
-        # The first pass learns school problems by heart long before it knows chat: the second
-        # shows fewer of them, the third only texts that are new. Each starts at a lower rate.
+        # The first stage knows school problems far better than chat (3.31 against 2.36 tokens per
+        # step on held-out texts), so the second shows fewer of them (3.37 against 2.60), and the
+        # third has new texts. Each starts at a lower rate.
         "dspark": (
             Stage("dspark", "dspark", FIRST),
             Stage(
