@@ -15,6 +15,7 @@ from serving_cases import (
     USER,
     Caller,
     asked,
+    events,
     loop_with,
     make_llm,
     refusal,
@@ -321,6 +322,30 @@ def test_a_draining_server_ends_what_it_has_and_takes_no_more():
 
     with loop_with(app) as runner:
         assert runner.run(calls()) == [503, 503, 200]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_a_shutdown_cuts_off_are_told(stream):
+    llm = make_llm()
+    app = create_app(llm)
+
+    async def call():
+        caller = Caller(app, COMPLETIONS, {**LONG, "stream": stream})
+        if stream:
+            await caller.arrived.wait()
+        else:
+            await asyncio.sleep(0)
+        caller.task.cancel()  # as uvicorn does when the time is over
+        await caller.task
+        return caller
+
+    with loop_with(app) as runner:
+        caller = runner.run(call())
+    *_, last = events(caller.text) if stream else [json.loads(caller.text)]
+    assert "shut down" in last["error"]["message"]
+    assert caller.sent[0]["status"] == (200 if stream else 503)
+    assert not caller.sent[-1].get("more_body")
+    assert service_of(app).limits.num_choices == 0
 
 
 def test_the_dashboard_asks_for_what_there_is():

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 BODY_SECONDS = 60.0  # in which a body must have come
 READ_SECONDS = 60.0  # in which a client must have taken a piece of a stream
 LONGEST_ID = 128
+DONE = b"data: [DONE]\n\n"
 POLLED = ("/health", "/live", "/metrics", "/ready")  # every second or so: no news if they went well
 GONE = 499  # status of a call whose client went away; it is in the log only
 
@@ -95,7 +96,7 @@ class EventStream(Response):
                 await self._put(send_piece, data)
         except EngineFailure as error:  # the status has been sent: the client reads it here
             await self._put(send_piece, to_event(failed(error).envelope))
-        await self._put(send, b"data: [DONE]\n\n", is_last=True)
+        await self._put(send, DONE, is_last=True)
 
     async def _put(self, send: Send, data: bytes, is_last: bool = False) -> None:
         self._sending_since = perf_counter()
@@ -226,6 +227,8 @@ class Edge:
             await self.inner(scope, receive, send_with_id)
         except Disconnected:
             status = GONE
+        except asyncio.CancelledError:  # the time that calls have to end is over
+            await _cut_off(scope, receive, send_with_id, has_begun=status > 0)
         except Exception:
             logger.exception("a call failed", extra={"record": record})
         finally:
@@ -234,6 +237,16 @@ class Edge:
             level = logging.DEBUG if scope["path"] in POLLED and status == 200 else logging.INFO
             told = record | {"status": status, "seconds": seconds}
             logger.log(level, "call", extra={"record": told})
+
+
+async def _cut_off(scope: Scope, receive: Receive, send: Send, has_begun: bool) -> None:
+    """Tell a client that its answer will not come; one that has begun is a stream."""
+    error = ApiError(503, "the server was shut down before this answer was complete")
+    if not has_begun:
+        await error_response(error)(scope, receive, send)
+        return
+    last = to_event(error.envelope) + DONE
+    await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:
