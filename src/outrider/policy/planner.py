@@ -214,7 +214,7 @@ class Planner:
 
     def _is_cheap(self, gain: SourceGain, num_requests: int, view: StepView) -> bool:
         plain = self.cost.curve(view.context)[view.num_rows]
-        return gain.cost.seconds(num_requests) < CHEAP * plain
+        return gain.cost.seconds(num_requests) + HANDLING * num_requests < CHEAP * plain
 
     def _chances(self, draft: Draft, ask: Ask) -> list[float]:
         chances = self._step.chances.get(id(draft))
