@@ -219,6 +219,12 @@ def test_paths_and_methods_there_are_not(client):
     assert client.get(COMPLETIONS).headers["allow"] == "POST"
 
 
+def test_a_body_that_an_upgrade_of_the_protocol_swallowed(client):
+    for path in (COMPLETIONS, CHAT):
+        error = refusal(client.post(path, content=b"", headers={"Upgrade": "h2c"}))
+        assert "upgrade to 'h2c'" in error["message"]
+
+
 def test_a_request_id_is_echoed_if_it_can_be_one(client):
     assert client.get("/health", headers={"X-Request-Id": "abc-7"}).headers["x-request-id"] == (
         "abc-7"

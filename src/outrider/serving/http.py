@@ -138,13 +138,20 @@ async def read_body(request: Request, most: int) -> bytes:
     """The body, at most so many bytes.
 
     Raises:
-        ApiError: 413 too large, 408 too slow.
+        ApiError: 413 too large, 408 too slow, 400 lost to an upgrade of the protocol.
     """
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await _read(request, most)
+            data = await _read(request, most)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s") from None
+    if not data and (wanted := request.headers.get("upgrade")):  # as Java's clients ask for
+        raise ApiError(
+            400,
+            f"no body came with the request to upgrade to {shown(wanted)}, which this server "
+            "does not; expected HTTP/1.1 without Upgrade",
+        )
+    return data
 
 
 def parse_json(data: bytes) -> Any:
