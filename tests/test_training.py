@@ -185,6 +185,8 @@ def test_warm_start_takes_the_parameters_of_a_drafter(places, tmp_path) -> None:
     stored = load_drafter(path).drafter.state_dict()
     for name, value in second.drafter.state_dict().items():
         assert torch.equal(value, stored[name].to(value.dtype)), name
+    about = load_drafter(trained(second).finish({}).drafter).config["provenance"]
+    assert (about["data"], about["earlier_data"]) == ("t", ["t"])
     wrong = recipe_of(toy_recipe("dflash"))
     with pytest.raises(DataError, match="algorithm was dspark, is dflash"):
         Run(wrong, inputs(places, tmp_path / "c", init_from=path))

@@ -329,6 +329,10 @@ def test_a_drafter_is_calibrated_on_the_texts_that_its_run_held_out(places, tmp_
     header = {**data.header, "id": "other"}
     write_header(tmp_path / "other" / "data.json", "outrider training data", header)
     assert recalibrate(load_drafter(path), path, Data(other.directory), model, None) != again
+    seen = load_drafter(path)
+    seen.config["provenance"]["earlier_data"] = ["other"]
+    with pytest.raises(DataError, match=r"was trained on .*other in an earlier stage"):
+        recalibrate(seen, path, Data(other.directory), model, None)
     fewer = tmp_path / "features"
     shutil.copytree(places["features"], fewer)
     (fewer / FEATURES).unlink()

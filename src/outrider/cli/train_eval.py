@@ -157,9 +157,10 @@ def calibrate(
 ) -> None:
     """Calibrate a drafter's confidences: a temperature and a shift per depth, stored in it.
 
-    Of the data that it was trained on, the texts that were held out are taken; of other data all.
+    Of the data that it was trained on, the texts that were held out are taken; of data that it has
+    never seen all.
     """
-    from outrider.checkpoints import load_drafter
+    from outrider.checkpoints import OURS, load_drafter
     from outrider.cli.console import messages
     from outrider.training.calibrate import recalibrate
     from outrider.training.dataset import Data
@@ -167,7 +168,7 @@ def calibrate(
 
     directory = drafter_at(path)
     loaded = load_drafter(directory)
-    if loaded.format != "outrider":
+    if loaded.format != OURS:
         raise DataError(f"{directory} has the format {loaded.format}, which keeps no calibration")
     target.set_threads()
     found = recalibrate(loaded, directory, Data(data), target.find(), features)

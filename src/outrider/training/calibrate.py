@@ -140,7 +140,13 @@ def _held_out(
     provenance: Mapping[str, Any], directory: Path, data: Data, num_shards: int | None
 ) -> list[Place]:
     """Texts of the data that the drafter was not trained on."""
-    if provenance.get("data") != data.header.get("id") or "recipe" not in provenance:
+    last, given = provenance.get("data"), data.header.get("id")
+    if given != last and given in provenance.get("earlier_data", []):
+        raise DataError(
+            f"{directory} was trained on {data.directory} in an earlier stage: expected the data "
+            "of its last one, or data that it has never seen"
+        )
+    if given != last or "recipe" not in provenance:
         return places_of(data, Optimisation().max_length, num_shards)
     recipe = recipe_of(provenance["recipe"], f"the recipe in {directory}")
     if recipe.held_out < 2:

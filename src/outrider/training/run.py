@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints import load_drafter, save_drafter
+from outrider.checkpoints import OURS, load_drafter, save_drafter
 from outrider.checkpoints.files import check_replaced
 from outrider.drafters import Drafter
 from outrider.errors import DataError
@@ -112,6 +112,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, inputs: Inputs, world: World = ALONE) -> None:
         self.recipe, self.inputs, self.world = recipe, inputs, world
+        self._earlier: list[str] = []  # data that the drafter it starts from was trained on
         self._data = Data(inputs.data)
         self._loaded = load_model(inputs.model, "auto", inputs.device)
         check_target(self._data, self._loaded)
@@ -179,6 +180,7 @@ class Run:
             **provenance,
             "recipe": self.recipe.as_json(),
             "data": self._data.header.get("id"),
+            "earlier_data": self._earlier,
             "num_texts": self.num_texts,
             "step": self.trainer.step,
             "num_tokens": self.trainer.num_tokens,
@@ -239,7 +241,7 @@ class Run:
             None if mask is None else self._token_id(mask),
         )
         if self.inputs.init_from is not None:
-            _start_from(drafter, self.inputs.init_from)
+            self._earlier = _start_from(drafter, self.inputs.init_from)
             attach_target(drafter, weights, self.recipe.training.precision)
         return drafter.to(self._loaded.device)
 
@@ -284,13 +286,15 @@ class Run:
         return {names.index(name): share for name, share in shares.items()}
 
 
-def _start_from(drafter: Drafter, path: Path) -> None:
-    """Take the parameters of a drafter on disk.
+def _start_from(drafter: Drafter, path: Path) -> list[str]:
+    """Take the parameters of a drafter on disk; returns the ids of the data that it has seen.
 
     Raises:
         DataError: it is of another shape; the message names what differs.
     """
-    found = load_drafter(path).drafter
+    loaded = load_drafter(path)
+    found = loaded.drafter
+    about = loaded.config["provenance"] if loaded.format == OURS else {}
     differs = difference(found.config.as_json(), drafter.config.as_json())
     if differs:
         raise DataError(f"{path} is no start for this recipe: {differs}")
@@ -302,3 +306,5 @@ def _start_from(drafter: Drafter, path: Path) -> None:
         )
     state = {name: value.to(ours[name].dtype) for name, value in theirs.items()}
     drafter.load_state_dict(state)
+    seen = [*about.get("earlier_data", []), about.get("data")]
+    return [each for each in dict.fromkeys(seen) if each is not None]
