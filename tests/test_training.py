@@ -192,6 +192,27 @@ def test_warm_start_takes_the_parameters_of_a_drafter(places, tmp_path) -> None:
         Run(wrong, inputs(places, tmp_path / "c", init_from=path))
 
 
+def test_a_drafter_that_names_more_tokens_starts_from_one_that_names_fewer(
+    places, tmp_path
+) -> None:
+    few = toy_recipe(steps=2)
+    few["drafter"]["draft_vocab_size"] = 20
+    path = trained(Run(recipe_of(few), inputs(places, tmp_path / "a"))).finish({}).drafter
+    more = toy_recipe(steps=2)
+    more["drafter"]["draft_vocab_size"] = 31
+    wide = Run(recipe_of(more), inputs(places, tmp_path / "b", init_from=path)).drafter
+    old = load_drafter(path).drafter
+    at = torch.isin(wide.d2t, old.d2t)
+    assert len(wide.d2t) == 31 and torch.equal(wide.d2t[at], old.d2t)
+    assert (wide.d2t.diff() > 0).all() and torch.equal(wide.head, wide.embedding[wide.d2t])
+    name = "markov_head.markov_w2.weight"
+    rows, known = wide.state_dict()[name], old.state_dict()[name]
+    assert known.any() and torch.equal(rows[at], known.to(rows)) and not rows[~at].any()
+    with pytest.raises(DataError, match="draft_vocab_size was 31, is 20"):
+        wider = trained(Run(recipe_of(more), inputs(places, tmp_path / "c"))).finish({}).drafter
+        Run(recipe_of(few), inputs(places, tmp_path / "d", init_from=wider))
+
+
 # ---- inputs that cannot be used
 
 

@@ -27,10 +27,12 @@ def build_drafter(
     target_config: Any,
     weights: Mapping[str, torch.Tensor],
     mask_token_id: int | None,
+    known_ids: torch.Tensor | None = None,
 ) -> Drafter:
     """A drafter with its first parameters, attached to the target's embedding and head.
 
     Args:
+        known_ids: int64, tokens that it can name in any case.
         target_config: the target's Hugging Face configuration.
         weights: the target's tensors by Hugging Face name.
 
@@ -76,7 +78,7 @@ def build_drafter(
     drafter = make_drafter(config)
     _start_small(drafter)
     _start_from_target(drafter, weights, shape.copy_layers)
-    drafter.d2t = most_frequent(data, config.draft_vocab_size, vocab_size)
+    drafter.d2t = most_frequent(data, config.draft_vocab_size, vocab_size, known_ids)
     attach_target(drafter, weights, recipe.training.precision)
     return drafter
 
@@ -105,14 +107,18 @@ def rope_theta(config: Any) -> float:
     return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0)
 
 
-def most_frequent(data: Data, count: int, vocab_size: int) -> torch.Tensor:
-    """The ids most frequent in the answers, ascending: int64 [count]."""
+def most_frequent(
+    data: Data, count: int, vocab_size: int, known_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The known ids and those most frequent in the answers, ascending: int64 [count]."""
     counts = np.zeros(vocab_size, np.int64)
     for shard in data.shards:
         for start, end, prompt in zip(
             shard.starts[:-1], shard.starts[1:], shard.prompt_lengths, strict=True
         ):
             np.add.at(counts, shard.token_ids[start + prompt : end], 1)
+    if known_ids is not None:
+        counts[known_ids.numpy()] += 1 + counts.max()
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 

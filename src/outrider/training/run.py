@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints import OURS, load_drafter, save_drafter
+from outrider.checkpoints import save_drafter
 from outrider.checkpoints.files import check_replaced
 from outrider.drafters import Drafter
 from outrider.errors import DataError
 from outrider.target.load import LoadedModel, load_model
 from outrider.training.batches import AnchorRule, Batches, Place, Shares, places_of, split
-from outrider.training.build import attach_target, build_drafter
+from outrider.training.build import build_drafter
 from outrider.training.calibrate import Calibration, calibrate
 from outrider.training.checkpoint import STATE, load_state, save_state
 from outrider.training.dataset import Data, check_target, difference, read_header, write_header
@@ -28,6 +28,7 @@ from outrider.training.features import feature_source
 from outrider.training.log import Log
 from outrider.training.plot import draw_curve
 from outrider.training.recipe import Recipe
+from outrider.training.start import Start
 from outrider.training.trainer import Report, Trainer
 from outrider.training.world import ALONE, StopSignals, World
 
@@ -233,16 +234,19 @@ class Run:
         """The drafter as training starts."""
         weights = self._loaded.state_dict()
         mask = self.recipe.drafter.mask_token
+        init = self.inputs.init_from
+        start = None if init is None else Start(init)
         drafter = build_drafter(
             self.recipe,
             self._data,
             self._loaded.config_object(),
             weights,
             None if mask is None else self._token_id(mask),
+            None if start is None else start.token_ids,
         )
-        if self.inputs.init_from is not None:
-            self._earlier = _start_from(drafter, self.inputs.init_from)
-            attach_target(drafter, weights, self.recipe.training.precision)
+        if start is not None:
+            start.give(drafter)
+            self._earlier = start.seen
         return drafter.to(self._loaded.device)
 
     def _token_id(self, token: str) -> int | None:
@@ -284,27 +288,3 @@ class Run:
                 f"training.shares names {unknown}, expected categories of the data: {names}"
             )
         return {names.index(name): share for name, share in shares.items()}
-
-
-def _start_from(drafter: Drafter, path: Path) -> list[str]:
-    """Take the parameters of a drafter on disk; returns the ids of the data that it has seen.
-
-    Raises:
-        DataError: it is of another shape; the message names what differs.
-    """
-    loaded = load_drafter(path)
-    found = loaded.drafter
-    about = loaded.config["provenance"] if loaded.format == OURS else {}
-    differs = difference(found.config.as_json(), drafter.config.as_json())
-    if differs:
-        raise DataError(f"{path} is no start for this recipe: {differs}")
-    theirs, ours = found.state_dict(), drafter.state_dict()
-    more = sorted(theirs.keys() - ours.keys())
-    if more:
-        raise DataError(
-            f"{path} is no start for this recipe: it has {', '.join(more)}, expected the target's"
-        )
-    state = {name: value.to(ours[name].dtype) for name, value in theirs.items()}
-    drafter.load_state_dict(state)
-    seen = [*about.get("earlier_data", []), about.get("data")]
-    return [each for each in dict.fromkeys(seen) if each is not None]
