@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from outrider.errors import ConfigError
 
 VARIABLE = "OUTRIDER_NUM_THREADS"
@@ -44,6 +42,8 @@ def one_thread() -> Iterator[None]:
     the cores that the kernels of the next forward want: on two cores a forward after such a copy
     took 1.4 times as long.
     """
+    import torch  # takes a second, which the help of the command line does not have
+
     usual = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
