@@ -134,7 +134,7 @@ def test_a_client_that_goes_frees_everything_within_one_step(path, stream):  # B
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("stuck_at", [1, 2, 5])
+@pytest.mark.parametrize("stuck_at", [1, 2])  # before the first piece, and behind it
 def test_a_client_that_reads_no_more_gives_its_seat_back(monkeypatch, stuck_at):
     monkeypatch.setattr("outrider.serving.http.READ_SECONDS", 0.02)
     llm = make_llm()

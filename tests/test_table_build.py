@@ -63,7 +63,7 @@ chosen_settings = st.builds(
 
 @needs_native
 @given(corpus=small_texts, chosen=chosen_settings, vocab_size=st.sampled_from([5, 300, 2_000_000]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_compiled_and_plain_entries_are_the_same(
     corpus: list[list[int]], chosen: Settings, vocab_size: int
 ) -> None:
