@@ -87,7 +87,7 @@ async function race(signal) {
     el("p", { class: "note" }, "Speed is measured here and now, one after the other: whatever else "
       + "runs on this machine counts too."));
   byId("outcome").hidden = false;
-  say(result);
+  say("Both have answered; the outcome is below.");
 }
 
 function bars(rows) {
