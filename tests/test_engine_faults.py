@@ -1,6 +1,7 @@
 """Full KV, aborts, faulty sources and bad input: nothing is lost, nothing hangs, nobody is hurt."""
 
 import pytest
+import torch
 from engine_cases import (
     GREEDY,
     SCRIPTS,
@@ -196,6 +197,21 @@ def test_features_are_those_of_the_committed_tokens_in_order():
                 expected.append(engine.target.feature(path, source.target_layer_ids))
             assert len(history) > 4
             assert history == expected
+
+
+def test_features_that_wait_long_keep_only_their_own_rows_in_memory():
+    source = ReplaySource({})
+    source.target_layer_ids = (0, 1)
+    engine = make_engine([source])
+    wide = len(engine.speculation.layer_ids) * 4
+    steps = [torch.full((8, wide), float(step)) for step in range(300)]  # eight requests in each
+    for step in steps:
+        engine.speculation.keep_features("late", step[3:4])
+    del steps
+    pieces = engine.speculation._features[source.name, "late"]
+    assert torch.cat(pieces)[:, 0].tolist() == list(map(float, range(300)))
+    held = {piece.untyped_storage().data_ptr(): piece.untyped_storage() for piece in pieces}
+    assert sum(one.nbytes() for one in held.values()) < 4 * wide * (300 + 8 * 64)
 
 
 def test_two_engines_take_turns_on_one_target():

@@ -323,9 +323,10 @@ class Engine:
             rows.extend(range(start, start + work.num_rows))
             rows.extend(start + work.num_rows + index for index in kept)
             counts.append(work.num_rows + len(kept))
-        assert verified.features is not None
-        index = torch.tensor(rows, device=verified.features.device)
-        features = verified.features.index_select(0, index)
+        features = verified.features
+        assert features is not None
+        if len(rows) < len(features):
+            features = features.index_select(0, torch.tensor(rows, device=features.device))
         for work, part in zip(schedule.works, features.split(counts), strict=True):
             self.speculation.keep_features(work.request.request_id, part)
         if self.scheduler.reuse_prefixes:

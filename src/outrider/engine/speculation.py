@@ -28,6 +28,7 @@ from outrider.terms import Terms
 from outrider.threads import one_thread
 
 MAX_KINDS = 32  # that are told apart: users may write anything there
+MANY = 64  # pieces of features, each of which keeps those of its whole step in memory
 
 
 @dataclass(slots=True)
@@ -230,7 +231,10 @@ class Speculation:
             if tuple(layers) != self.layer_ids:
                 taps = features.chunk(len(self.layer_ids), dim=1)
                 mine = torch.cat([taps[self.layer_ids.index(layer)] for layer in layers], dim=1)
-            self._features.setdefault((source.name, request_id), []).append(mine)
+            pending = self._features.setdefault((source.name, request_id), [])
+            pending.append(mine)
+            if len(pending) % MANY == 0:
+                _gather(pending)
 
     def finish(self, request: Request) -> None:
         """A request came to its end: every source may learn from its whole text."""
@@ -425,6 +429,15 @@ class Speculation:
         if dropped:
             outcome.unknown_depths[draft.source] = dropped
         return _lawful(known, proposal)
+
+
+def _gather(pieces: list[torch.Tensor]) -> None:
+    """Copy the small pieces at the end into one, which keeps nothing else in memory."""
+    first = len(pieces)
+    while first and len(pieces[first - 1]) < MANY:
+        first -= 1
+    if first < len(pieces):
+        pieces[first:] = [torch.cat(pieces[first:])]
 
 
 def _lawful(draft: Draft, proposal: Proposal) -> Draft:
