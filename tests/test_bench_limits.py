@@ -337,6 +337,7 @@ def test_lists_of_numbers_are_on_one_line() -> None:
     assert len(json_text(study).splitlines()) < 1500
 
 
+@pytest.mark.slow
 def test_one_round_has_no_median_and_few_drafts_no_share() -> None:
     study = small_study(1)
     source = study.measurements[0].sources[0]

@@ -122,7 +122,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("refuses", "X, refuses: ValueError: no such format"), ("hangs", "no answer within 1 s")],
+    [
+        ("refuses", "X, refuses: ValueError: no such format"),
+        pytest.param("hangs", "no answer within 1 s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_runner_that_does_not_get_ready_says_why(
     fake_peers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str

@@ -89,6 +89,7 @@ def test_data_holds_the_answers_of_the_model_itself(model, prompts, tmp_path) ->
         assert (np.diff(shard.starts) - shard.prompt_lengths >= 8).all()
 
 
+@pytest.mark.slow
 def test_data_that_was_stopped_goes_on_with_the_same_texts(model, prompts, tmp_path) -> None:
     make_data(model, prompts, tmp_path / "whole")
     make_data(model, prompts, tmp_path / "parts")
@@ -107,6 +108,7 @@ def test_data_that_was_stopped_goes_on_with_the_same_texts(model, prompts, tmp_p
     assert Data(tmp_path / "other").header["id"] != a
 
 
+@pytest.mark.slow
 def test_self_prompts_continue_the_header_of_the_user(model, tmp_path, monkeypatch) -> None:
     starts = tmp_path / "starts.jsonl"
     starts.write_text('{"prompt": "count to", "category": "maths"}\n')

@@ -69,7 +69,7 @@ def curve(scale: float, points: int = 5) -> list[study.Coverage]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_pictures_name_every_table_and_key(tmp_path: Path, count: int) -> None:
     pytest.importorskip("matplotlib")
     curves = {f"dir{i}/x.table": curve(1 + i, 1 if i == 1 else 5) for i in range(count)}

@@ -270,7 +270,7 @@ def test_what_the_server_refuses_is_said_in_its_own_words(page):
     type_into(page, "prompt", "the " * 1100)
     press(page, "run")
     page.wait("!document.getElementById('fault').hidden")
-    assert "this server holds 1024" in text(page, "#fault")
+    assert "context and KV cache hold 1024" in text(page, "#fault")
     assert page.run("document.getElementById('fault').getAttribute('role')") == "alert"
     page.faults.clear()  # the console tells of the 400 as well
 
