@@ -300,7 +300,6 @@ def test_options_that_would_be_ignored_are_refused_or_told(
     assert "no keys of one token" in table("inspect", path)
 
 
-@pytest.mark.slow
 def test_the_recommended_size_is_a_command(tmp_path: Path) -> None:
     rng = random.Random(1)
     words = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(2000)]
