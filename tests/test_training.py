@@ -359,7 +359,7 @@ def test_a_log_goes_on_from_its_step(tmp_path) -> None:
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2, 9]
 
 
-# ---- held-out texts and calibration
+# ---- held-out texts
 
 
 def test_acceptance_lengths_are_products_down_a_draft() -> None:
