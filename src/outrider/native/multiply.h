@@ -69,8 +69,9 @@ struct Matrix {
 
 // Rows x [rows][inputs] times one chunk, in passes of about as many rows each. What lies `ahead` is
 // asked for in all of them: asked for in the first alone, memory is late for it and idle in the
-// others (16 rows of the default target took 7.3 ms so, and 6.5 ms now; one row 5.8). epilogue(row, column, sums, n): n = 16 or 32 results of
-// one row, from `column` on, before they leave the cache.
+// others (16 rows of the default target took 7.3 ms so, and 6.5 ms now; one row 5.8).
+// epilogue(row, column, sums, n): n = 16 or 32 results of one row, from `column` on, before they
+// leave the cache.
 template <class E, class Epilogue>
 void multiply_chunk(const E *x, int rows, const Matrix<E> &matrix, int chunk, long ahead, const Epilogue &epilogue) {
     alignas(64) float sums[kMaxRows * 2 * kLanes];

@@ -5,7 +5,8 @@ says a forward takes, and what calls of the sources took when the trace was reco
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -82,18 +83,27 @@ def simulate(
     waiting = [_Running(f"r{i}", request) for i, request in enumerate(trace.requests)][::-1]
     running: list[_Running] = []
     result = Simulated()
+    with _uncollected():
+        while True:
+            while waiting and len(running) < batch:
+                running.append(waiting.pop())
+            if len(running) < batch:
+                return result
+            _step(running, sources, trace, policy, truth, learnt, result)
+            for request in [r for r in running if r.place >= len(r.trace.token_ids)]:
+                running.remove(request)
+                policy.forget(request.request_id)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collecting the trace anew, time and again, is no part of a plan."""
     gc.collect()
-    gc.freeze()  # collecting the trace anew, time and again, is no part of a plan
-    while True:
-        while waiting and len(running) < batch:
-            running.append(waiting.pop())
-        if len(running) < batch:
-            gc.unfreeze()
-            return result
-        _step(running, sources, trace, policy, truth, learnt, result)
-        for request in [r for r in running if r.place >= len(r.trace.token_ids)]:
-            running.remove(request)
-            policy.forget(request.request_id)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Named(DraftSource):
