@@ -35,6 +35,7 @@ from outrider.errors import OutriderError
 from outrider.training.dataset import difference
 from outrider.training.recipe import recipe_of
 
+HERE = Path(__file__).resolve().parent
 PLAIN_EVERY = 4  # one problem in so many is asked as it is, the others with …
 AGAIN = "python scripts/build_default_drafters.py WORK --prompts DIR"
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -103,10 +104,11 @@ def data(build: Build, name: str) -> None:
         asked = (_line(lines[i], i) for i in texts.problems)
         write_whole(build.work / texts.prompts, "".join(asked))
         kept = ("--features", texts.features, "--layers", LAYERS) if texts.features else ()
+        begun = ("--beginnings", HERE / texts.beginnings) if texts.beginnings else ()
         run_command(
             *(build, "data", "--prompts", texts.prompts, "--self-prompts", texts.self_prompts),
             *("--max-tokens", texts.max_tokens, "--temperature", SHARES, "--seed", texts.seed),
-            *("-o", texts.name, *kept),
+            *("-o", texts.name, *kept, *begun),
         )
 
 

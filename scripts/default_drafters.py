@@ -22,6 +22,7 @@ class Texts:
     self_prompts: int
     seed: int
     features: str | None = None  # directory of what its layers computed; None: not kept
+    beginnings: str | None = None  # file beside this one, of how its own prompts begin
     max_tokens: int = 384  # of an answer
 
     @property
@@ -70,7 +71,12 @@ class Plan:
 
 
 FIRST = Texts("data", range(4600), 10400, seed=1, features="features")
-FRESH = Texts("data2", range(4750, 5550), 7000, seed=3, features="features2")
+FRESH = Texts(
+    *("data2", range(4750, 5550), 7000),
+    seed=3,
+    features="features2",
+    beginnings="beginnings.jsonl",
+)
 UNSEEN = Texts("data_cal", range(4600, 4750), 350, seed=2)
 MT_BENCH = (
     *("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"),
@@ -80,8 +86,8 @@ WHOLE = Plan(
     drafters={
         # The first stage knows school problems far better than chat (3.31 against 2.36 tokens per
         # step on held-out texts), so the second shows fewer of them (3.37 against 2.60), and the
-        # third has new texts and names half as many tokens more: 3.5 % of chat is beyond them, not
-        # 6 %. Each starts at a lower rate.
+        # third has new texts, of more kinds, and names half as many tokens more: 3.5 % of chat is
+        # beyond them, not 6 %. Each starts at a lower rate.
         "dspark": (
             Stage("dspark", "dspark", FIRST),
             Stage(

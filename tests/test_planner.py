@@ -45,7 +45,7 @@ def chance(calibration: Calibration, said: float, kind: str = "") -> float:
 
 
 def test_confidences_become_what_was_observed() -> None:
-    calibration = Calibration()
+    calibration = Calibration(clock=lambda: 0.0)
     assert chance(calibration, 0.9) == pytest.approx(0.9)
     learn(calibration, {0.9: 0.6, 0.3: 0.5}, 400)
     assert chance(calibration, 0.9) == pytest.approx(0.6, abs=0.06)
@@ -54,7 +54,7 @@ def test_confidences_become_what_was_observed() -> None:
 
 
 def test_a_kind_starts_from_all_kinds_and_then_differs() -> None:
-    calibration = Calibration()
+    calibration = Calibration(clock=lambda: 0.0)
     learn(calibration, {0.8: 0.5}, 300)
     assert chance(calibration, 0.8, "chat") == pytest.approx(0.5, abs=0.07)
     learn(calibration, {0.8: 0.95}, 300, "code")
@@ -63,7 +63,7 @@ def test_a_kind_starts_from_all_kinds_and_then_differs() -> None:
 
 
 def test_places_are_told_apart_and_only_what_is_known_is_judged() -> None:
-    calibration = Calibration()
+    calibration = Calibration(clock=lambda: 0.0)
     for _ in range(200):
         draft = Draft([1, 2, 3, 4], confidence=[0.7] * 4, source="s")
         calibration.observe(draft, "", [1, 2, 9])
@@ -77,7 +77,7 @@ def test_places_are_told_apart_and_only_what_is_known_is_judged() -> None:
 
 
 def test_trees_are_judged_along_the_true_path_only() -> None:
-    calibration = Calibration()
+    calibration = Calibration(clock=lambda: 0.0)
     tree = Draft([1, 2, 3, 4], parents=[-1, -1, 0, 1], confidence=[0.6, 0.3, 0.5, 0.5], source="s")
     for _ in range(100):
         calibration.observe(tree, "", [2, 4])
@@ -87,7 +87,7 @@ def test_trees_are_judged_along_the_true_path_only() -> None:
 
 
 def test_what_another_source_adds_is_calibrated_by_itself() -> None:
-    calibration = Calibration()
+    calibration = Calibration(clock=lambda: 0.0)
     mixed = Draft([1, 2, 3], confidence=[0.5, 0.9, 0.9], source="a", sources=["a", "b", "b"])
     for _ in range(100):
         calibration.observe(mixed, "", [1, 2, 9])

@@ -64,19 +64,21 @@ def trimmed(draft: Draft, chances: list[float], least: float) -> tuple[Draft, li
         return draft, chances
     best: dict[int, int] = {}  # node -> its likeliest child
     for node, parent in enumerate(draft.parents):
-        if parent not in best or chances[node] > chances[best[parent]]:
+        other = best.get(parent)
+        if other is None or chances[node] > chances[other]:
             best[parent] = node
     path: list[int] = []
     node = best.get(-1, -1)
     while node >= 0:
         path.append(node)
         node = best.get(node, -1)
-    beside = sum([c - least for c in chances if c > least])
-    beside -= sum([c - least for c in [chances[i] for i in path] if c > least])
-    size = len([c for c in chances if c > least])
-    if beside > tree_rows(size) * least:
+    along = [chances[i] for i in path]
+    paying = [c for c in chances if c > least]
+    on_path = [c for c in along if c > least]
+    beside = sum(paying) - sum(on_path) - least * (len(paying) - len(on_path))
+    if beside > tree_rows(len(paying)) * least:
         return draft, chances
-    return straightened(subset(draft, path)), [chances[i] for i in path]
+    return straightened(subset(draft, path)), along
 
 
 def tree_rows(num_tokens: int) -> float:

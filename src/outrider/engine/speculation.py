@@ -20,7 +20,7 @@ from outrider.errors import ConfigError, SamplingError, SourceError
 from outrider.policy.calibration import extended
 from outrider.policy.feedback import DraftOutcome
 from outrider.policy.restrict import AllowAll, LoadFacts, RequestFacts, Rules
-from outrider.policy.view import Ask, Policy, StepView, narrowed
+from outrider.policy.view import Ask, Policy, StepView, has_needed, narrowed
 from outrider.policy.weights import weight_of
 from outrider.target.base import Target
 from outrider.target.kv import KVArena
@@ -168,12 +168,10 @@ class Speculation:
         """
         if not view.row_budget or not any(ask.room > 0 for ask in view.asks):
             return 0.0
-        is_told = any(ask.has_prediction for ask in view.asks)
-        is_bound = any(ask.has_grammar for ask in view.asks)
         sources = [
             source
             for source in self.planner.order(self.sources)
-            if (is_told or not source.needs_prediction) and (is_bound or not source.needs_grammar)
+            if any(has_needed(ask, source) for ask in view.asks)
         ]
         for source in sources:
             self._root_drafts(source, view, proposals)
@@ -338,27 +336,28 @@ class Speculation:
         method: str,
         *given: Sequence[Any],
     ) -> list[Draft]:
-        """One draft per context, empty ones where the call failed; its seconds are counted.
+        """One draft per context, empty ones where the call failed.
 
-        `begun`: when the engine began to get ready for it, which a plan has to count as well.
+        `begun`: when the engine began to get ready for it, from where seconds are counted.
         """
         contexts: Sequence[DraftContext] = given[0]
         names = [context.request_id for context in contexts]
         start = perf_counter()
         try:
             answer = self.guard.call(source, method, *given)
-            seconds = perf_counter() - start
+            called = perf_counter() - start
             drafts = check_answer(
                 answer, len(contexts), source.name, self.vocab_size, self._needs_probs
             )
         except SourceError as error:
-            view.spent += perf_counter() - start
+            view.spent += perf_counter() - begun
             self._give_up(source, names, method, error)
             return [Draft() for _ in contexts]
+        seconds = perf_counter() - begun
         view.spent += seconds
-        self._judge_pace(source, contexts, seconds)
+        self._judge_pace(source, contexts, called)
         name = source.name if method == "propose" else extended(source.name)
-        self.planner.observe_call(name, len(contexts), perf_counter() - begun)
+        self.planner.observe_call(name, len(contexts), seconds)
         source.cost = self.planner.call_seconds(name) if method == "propose" else source.cost
         return drafts
 

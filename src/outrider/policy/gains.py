@@ -136,8 +136,9 @@ class SourceGain:
         weight, tokens = self._row(kind)[place]
         mean = tokens / weight
         expected, found = self._requests.get(request_id, (0.0, 0.0))
-        unknown = REQUEST_WEIGHT / (expected + REQUEST_WEIGHT)
-        likely = mean * (unknown + found / (expected + REQUEST_WEIGHT))
+        known = expected + REQUEST_WEIGHT
+        unknown = REQUEST_WEIGHT / known
+        likely = mean * (unknown + found / known)
         return likely, likely + SPREAD * unknown**2 * mean + DOUBT / sqrt(weight)
 
     @property
@@ -153,11 +154,11 @@ class SourceGain:
             own[:] = [value / 2 for value in own]
         own[0] += cell[1] / cell[0]
         own[1] += tokens
-        for row in {id(row): row for row in (self._row(kind), self._row(""))}.values():
-            if row[place][0] > MEMORY:
-                row[place] = [value / 2 for value in row[place]]
-            row[place][0] += 1
-            row[place][1] += tokens
+        for each in (cell, self._row("")[place]) if kind else (cell,):
+            if each[0] > MEMORY:
+                each[:] = [value / 2 for value in each]
+            each[0] += 1
+            each[1] += tokens
         self.brought += tokens
         self.paid += paid
         if self.brought > ROWS_MEMORY:

@@ -231,6 +231,8 @@ class Planner:
         best = self._step.best.get(ask.request_id)
         if best is None:
             best = self._step.best[ask.request_id] = _Best()
+        elif best.num_drafts == len(drafts):
+            return best
         for index in range(best.num_drafts, len(drafts)):
             chances = self._chances(drafts[index], ask)
             expected = sum(chances)
@@ -253,7 +255,7 @@ class Planner:
         """Requests for which a source is asked: those that raise tokens per second together."""
         gain = self._gain(name)
         # Under a biased rule what is proposed has no say in who else is asked.
-        best = [NONE if self._is_biased_rule else self._best(ask) for ask in view.asks]
+        best = [NONE] * len(view.asks) if self._is_biased_rule else list(map(self._best, view.asks))
         if gain.cost.num_calls < len(PROBES):  # nobody knows what it costs
             chosen = able[: PROBES[gain.cost.num_calls]]
         else:
@@ -293,15 +295,16 @@ class Planner:
         tokens = sum([ask.weight * (1.0 + value) for ask, value in zip(asks, expected)])  # noqa: B905
         rate = tokens / (curve[rows] + view.spent - self._due(view))
         price = rate * cost.base + tokens * (TO_GO_ON if gain.is_on else TO_BEGIN)
-        kept = gain.kept
+        kept, each = gain.kept, cost.each + HANDLING
         likely: list[float] = []  # what it brings beyond its price, by request
         hoped: list[float] = []
         for index in able:
             ask = asks[index]
-            least = rate * (cost.each + HANDLING + gain.intake_seconds(ask))
             usual, best = gain.expect(ask.kind, ask.request_id, bucket(expected[index]))
-            likely.append(kept * ask.weight * usual - least)
-            hoped.append(kept * ask.weight * best - least)
+            least = rate * (each + gain.intake_seconds(ask))
+            share = kept * ask.weight
+            likely.append(share * usual - least)
+            hoped.append(share * best - least)
         chosen = _all_that_pay(able, likely, price)
         if len(chosen) == len(able) or self._credit <= 0:
             return chosen
@@ -360,11 +363,9 @@ class Planner:
         self, view: StepView, chances: Sequence[Sequence[float]]
     ) -> tuple[float, list[float]]:
         """Smallest worth of a token that pays for its row, and the seconds of each row count."""
-        worth = [
-            ask.weight * chance
-            for ask, row in zip(view.asks, chances, strict=True)
-            for chance in row
-        ]
+        worth: list[float] = []
+        for ask, row in zip(view.asks, chances, strict=True):
+            worth += row if ask.weight == 1.0 else [ask.weight * chance for chance in row]
         worth.sort(reverse=True)
         del worth[view.row_budget :]
         first, spent = view.num_rows, view.spent - self._due(view)

@@ -71,13 +71,16 @@ class Policy(Protocol):
         ...
 
 
+def has_needed(ask: Ask, source: DraftSource) -> bool:
+    """Whether a request has what a source drafts from."""
+    return (ask.has_prediction or not source.needs_prediction) and (
+        ask.has_grammar or not source.needs_grammar
+    )
+
+
 def cap(ask: Ask, source: DraftSource) -> int:
     """Most tokens that terms, rules and the source itself leave for a request."""
-    if ask.room <= 0 or not ask.allowed.allows(source.name):
-        return 0
-    if source.needs_prediction and not ask.has_prediction:
-        return 0
-    if source.needs_grammar and not ask.has_grammar:
+    if ask.room <= 0 or not ask.allowed.allows(source.name) or not has_needed(ask, source):
         return 0
     most = min(ask.room, source.max_draft_tokens)
     bound = ask.allowed.num_draft_tokens
