@@ -107,7 +107,7 @@ WHOLE = Plan(
                 FRESH,
                 {
                     "drafter.draft_vocab_size": "12288",
-                    "training.steps": "3000",
+                    "training.steps": "2000",
                     "training.matrix_learning_rate": "3e-3",
                     "training.learning_rate": "8e-4",
                 },
