@@ -230,7 +230,7 @@ def test_keys_reach_the_sources() -> None:
         ({"method": "ngram", "suffix_decoding_min_token_prob": 0.1}, ["'ngram'", "Known keys"]),
         ({"method": "auto", "model": "x"}, ['"auto" takes no keys', 'as ["auto", {…}]']),
         ({"method": "span"}, ["'span' is not available in this version"]),
-        ({"method": "dspark"}, ["no dspark drafter ships", "'model'", "outrider train"]),
+        ({"method": "medusa"}, ["no medusa drafter ships", "'model'", "outrider train"]),
         ({"method": "deepseek_mtp"}, ["not available in this version"]),
         ({"method": "custom_class", "model": "a.B"}, ["package.module:Class"]),
         ({"method": "ngram", "quantization": "fp8"}, ["quantization='fp8'", "no meaning"]),
