@@ -4,6 +4,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from outrider.checkpoints.find import find_drafter
 from outrider.drafters import ALGORITHMS, Drafter, DrafterConfig, make_drafter
 from outrider.drafters.base import Texts
 from outrider.drafting.build import build_sources
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 
 VOCAB, HIDDEN = 50, 32
 
@@ -234,9 +235,9 @@ def test_drafters_in_the_cache_that_are_damaged_are_passed_over(name, value, tmp
     target = {"fingerprint": "f"}
     for path in (good, bad):
         save_drafter(make_random(make_config("pard")), path, target=target, provenance={})
-    assert find_drafter("pard", "f") == bad
+    assert find_drafter("pard", "f", {}) == bad
     change_config(bad, lambda c: c.update({name: value}))
-    assert find_drafter("pard", "f") == good
+    assert find_drafter("pard", "f", {}) == good
 
 
 def test_auto_takes_the_best_drafter_of_the_tokenizer_that_is_whole(tmp_path, monkeypatch, caplog):
@@ -256,6 +257,25 @@ def test_auto_takes_the_best_drafter_of_the_tokenizer_that_is_whole(tmp_path, mo
     (tmp_path / "drafters" / "dspark" / "model.safetensors").write_bytes(b"half of it")
     assert names("f")[3:] == ["eagle3"]
     assert "dspark" in caplog.text
+
+
+def test_auto_leaves_a_drafter_alone_that_is_for_another_target_of_the_same_tokenizer(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    tokenizer = SimpleNamespace(fingerprint="f")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 4}
+    for name, num_layers in (("first", 9), ("second", 4)):
+        target = {"fingerprint": "f", **sizes, "num_layers": num_layers}
+        drafter = make_random(make_config("dspark"))
+        save_drafter(drafter, tmp_path / "drafters" / name, target=target, provenance={})
+    assert find_drafter("dspark", "f", sizes) == tmp_path / "drafters" / "second"
+    for name, value in {"vocab_size": 65, "hidden_size": 33, "num_layers": 5}.items():
+        other: Any = SimpleNamespace(**{**sizes, name: value})
+        sources = build_sources("auto", tokenizer=tokenizer, target=other)
+        assert [source.name for source in sources] == ["lookup", "predicted", "forced"]
+        with pytest.raises(ConfigError, match=f"no dspark drafter ships.*{name}={value}"):
+            build_sources({"method": "dspark"}, tokenizer=tokenizer, target=other)
 
 
 def test_no_checkpoint_there(tmp_path):

@@ -122,7 +122,7 @@ class LLM:
         self.tokenizer: Any = tokenizer  # a Tokenizer, or anything with its methods
         self.eos_token_ids = tuple(eos_token_ids or ())
         sources = build_sources(
-            speculative_config, _draft_model_loader(dtype, device), rule, self.tokenizer
+            speculative_config, _draft_model_loader(dtype, device), rule, self.tokenizer, target
         )
         token_bytes = _token_bytes(target, sources, enable_prefix_caching)
         if kv_cache_tokens is None:

@@ -1,6 +1,7 @@
 """Drafters that ship, or wait in the cache, for a target."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import outrider
@@ -12,8 +13,11 @@ from outrider.errors import DataError
 log = logging.getLogger("outrider")
 
 
-def find_drafter(algorithm: str, fingerprint: str | None) -> Path | None:
-    """The first drafter of this kind made for the target with this tokenizer."""
+def find_drafter(algorithm: str, fingerprint: str | None, sizes: Mapping[str, int]) -> Path | None:
+    """The first drafter of this kind made for a target of this tokenizer and these sizes.
+
+    Models of one family share a tokenizer, so that it alone tells no target.
+    """
     if fingerprint is None:
         return None
     for directory in (cache_dir("drafters"), Path(outrider.__file__).parent / "pretrained"):
@@ -26,7 +30,8 @@ def find_drafter(algorithm: str, fingerprint: str | None) -> Path | None:
             target, shape = config.get("target"), config.get("drafter")
             if not isinstance(target, dict) or not isinstance(shape, dict):
                 continue  # of another format, or damaged
-            if (target.get("fingerprint"), shape.get("algorithm")) == (fingerprint, algorithm):
+            wanted = {"fingerprint": fingerprint, **sizes}
+            if shape.get("algorithm") == algorithm and wanted.items() <= target.items():
                 return path.parent
     return None
 

@@ -107,13 +107,17 @@ def _load(
     from outrider.policy.fixed import FixedLength
 
     with start_up():
-        return LLM(
+        llm = LLM(
             target.model,
             speculative_config=config,
             max_num_seqs=batch,
             device=target.device,
             policy=FixedLength(draft_tokens),
         )
+    names = [source.name for source in llm.engine.speculation.sources]
+    if len(names) != 1:
+        raise ConfigError(f"DRAFTER must be one source, {config} makes {len(names)}: {names}")
+    return llm
 
 
 def _roll_out(
@@ -144,7 +148,7 @@ def _roll_out(
             total += drive(llm, part, params, batch)
             advance(len(part))
     categories = [prompt.category for prompt in prompts.prompts]
-    [source] = llm.engine.speculation.sources
+    [source] = llm.engine.speculation.sources  # `_load` has seen to it
     most = source.max_draft_tokens
     return acceptance(total, categories, most if draft_tokens is None else min(most, draft_tokens))
 

@@ -7,7 +7,7 @@ None for plain decoding.
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.checkpoints.find import algorithm_at
 from outrider.checks import shown
@@ -20,6 +20,9 @@ from outrider.drafting.source import DraftSource
 from outrider.drafting.table import TableSource
 from outrider.errors import ConfigError, OutriderError
 from outrider.tables.find import find_table
+
+if TYPE_CHECKING:
+    from outrider.target.base import Target
 
 Config = Mapping[str, Any]
 SpeculativeConfig = str | Config | Sequence[str | Config | DraftSource] | DraftSource | None
@@ -79,6 +82,7 @@ def build_sources(
     load_model: LoadModel | None = None,
     rule: str | None = None,
     tokenizer: object | None = None,
+    target: "Target | None" = None,
 ) -> list[DraftSource]:
     """The sources a config asks for, in its order.
 
@@ -94,7 +98,7 @@ def build_sources(
     """
     config, own_rule = split_rule(config)
     rule = own_rule if rule is None else _rule(rule)
-    around = Surroundings(load_model, rule, tokenizer)
+    around = Surroundings(load_model, rule, tokenizer, target)
     if config is None:
         return []
     if isinstance(config, str):

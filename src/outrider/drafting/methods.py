@@ -34,6 +34,18 @@ class Surroundings:
     load_model: LoadModel | None = None
     rule: str = "invariant"  # a drafter that samples has to know the accept rule
     tokenizer: object | None = None  # of the target
+    target: "Target | None" = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What tells targets of one tokenizer apart, as drafters name it."""
+        names = ("vocab_size", "hidden_size", "num_layers")
+        return {} if self.target is None else {n: getattr(self.target, n) for n in names}
+
+    @property
+    def shown(self) -> str:
+        sizes = "".join(f", {name}={value}" for name, value in self.sizes.items())
+        return f"the target (tokenizer {self.fingerprint}{sizes})"
 
     @property
     def fingerprint(self) -> str | None:
@@ -132,11 +144,11 @@ def _trained(algorithm: str) -> Callable[..., DraftSource]:
 
         # vLLM calls P-EAGLE an EAGLE-3 that drafts in parallel.
         wanted = "peagle" if algorithm == "eagle3" and parallel_drafting else algorithm
-        path = model or find_drafter(wanted, around.fingerprint)
+        path = model or find_drafter(wanted, around.fingerprint, around.sizes)
         if path is None:
             raise ConfigError(
-                f"no {wanted} drafter ships for the tokenizer {around.fingerprint}: name one with "
-                "the key 'model', or train one with `outrider train`"
+                f"no {wanted} drafter ships for {around.shown}: name one with the key 'model', or "
+                "train one with `outrider train`"
             )
         drafter = load_drafter(path).drafter
         found = drafter.config.algorithm
@@ -153,7 +165,7 @@ TRAINED = ("dspark", "eagle3", "dflash", "peagle", "mtp", "medusa", "pard")  # b
 def trained_drafter(around: Surroundings) -> DraftSource | None:
     """The best of the drafters that ship for the target's tokenizer, or were put in the cache."""
     for name in TRAINED:
-        if find_drafter(name, around.fingerprint) is not None:
+        if find_drafter(name, around.fingerprint, around.sizes) is not None:
             try:
                 return METHODS[name].make(around)
             except DataError as error:

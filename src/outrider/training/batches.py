@@ -145,8 +145,10 @@ class Shares:
             self._share[members] = share
 
     def of(self, epoch: int) -> list[Place]:
-        kept = (self._turn - epoch * self._share) % 1.0 < self._share
-        return [self._places[i] for i in np.flatnonzero(kept)]
+        kept = np.flatnonzero((self._turn - epoch * self._share) % 1.0 < self._share)
+        # Shares smaller than one text leave some epochs without any: the next one in turn it is.
+        chosen = kept if len(kept) else [epoch % len(self._places)]
+        return [self._places[i] for i in chosen]
 
 
 def pack_places(places: list[Place], tokens: int, seed: int, epoch: int) -> list[list[Place]]:

@@ -305,7 +305,8 @@ def open_features(directory: Path, data: Data, about: dict[str, Any]) -> None:
     """
     path = directory / "features.json"
     about = {"data": data.header.get("id"), **about}
-    if not path.exists():
+    # A header without features, of a command that ended early, binds nobody.
+    if not (path.exists() and any(directory.glob("features-*"))):
         write_header(path, KIND, about)
         return
     header = read_header(path, KIND)
