@@ -2,6 +2,10 @@
 
 import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -9,8 +13,11 @@ import pytest
 import torch
 from load_cases import CLOSE, TOKENS, error_of, own_cache, toy
 from toy_gguf import logits_of, write_gguf
+from toy_models import damaged
 
+from outrider.errors import ModelError
 from outrider.target import convert
+from outrider.target import gguf as gguf_reader
 from outrider.target.gguf import GGUFFile
 from outrider.target.load import (
     load_model,
@@ -196,6 +203,70 @@ def test_unknown_tensors_are_refused(tmp_path):
     assert "blk.0.surprise.weight, which no llama model has" in error_of(path)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_file_with_a_tensor_missing_or_of_another_shape_is_refused(tmp_path, family):
+    model = toy(family)
+    for name, weights in damaged(model.state_dict()):
+        if not name.startswith(("model.layers.0.", "model.norm.")):
+            continue
+        part = SimpleNamespace(config=model.config, state_dict=lambda weights=weights: weights)
+        message = error_of(write_gguf(tmp_path / "toy.gguf", family, part))
+        stored = {"q_proj": "attn_q", "k_proj": "attn_k"}
+        assert name in message or stored.get(name.split(".")[-2], "?") in message, message
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def write_keys(path: Path, keys: dict[str, Any], tensors: Sequence[str] = ()) -> Path:
+    """A GGUF file of nothing but these."""
+    architecture = keys.get("general.architecture", "llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        if key != "general.architecture":
+            {int: writer.add_uint32, str: writer.add_string}[type(value)](key, value)
+    for name in tensors:
+        writer.add_tensor(name, np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "reason"),
+    [
+        ({"split.count": 3, "split.no": 1}, ["blk.0.attn_q.weight"], "is part 2 of 3 of a model"),
+        ({"general.type": "adapter"}, ["blk.0.attn_q.weight.lora_a"], "of the type 'adapter'"),
+        ({}, ["blk.0.attn_q.weight.lora_a"], "holds no matrix token_embd.weight"),
+        ({"general.architecture": "clip"}, ["v.x"], "holds no matrix token_embd.weight"),
+        ({}, [], "holds no matrix token_embd.weight"),
+    ],
+)
+def test_what_is_no_whole_model_is_refused_at_once(tmp_path, keys, tensors, reason):
+    assert reason in error_of(write_keys(tmp_path / "x.gguf", keys, tensors))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_file_that_does_not_tell_a_size_is_refused_with_its_key(tmp_path, family):
+    file = GGUFFile(write_gguf(tmp_path / "toy.gguf", family, toy(family)))
+    known = gguf_reader.hf_config(file)
+    optional = {"attention.head_count_kv", "attention.key_length", "rope.freq_base"}
+    keys = [key for key in file.metadata if key.startswith(f"{family}.")]
+    for key in keys:
+        value = file.metadata.pop(key)
+        if key.removeprefix(f"{family}.") in optional:
+            gguf_reader.hf_config(file)
+        else:
+            with pytest.raises(ModelError, match=f"{key} in .*toy.gguf must be .* got None"):
+                gguf_reader.hf_config(file)
+        for wrong in ("a", [1, 2], -1):
+            file.metadata[key] = wrong
+            with pytest.raises(ModelError, match=f"{key} in .*toy.gguf must be .* got"):
+                gguf_reader.hf_config(file)
+        file.metadata[key] = value
+    assert len(keys) >= 9 and gguf_reader.hf_config(file) == known
+
+
 @pytest.mark.slow
 def test_other_families_load_through_transformers(tmp_path, monkeypatch):
     """The reader of transformers, as for a family that is not read here."""
@@ -209,3 +280,7 @@ def test_other_families_load_through_transformers(tmp_path, monkeypatch):
     extra = {"rope_freqs.weight": llama3_divisors(5e5, 8, 8.0)}
     path = write_gguf(tmp_path / "scaled.gguf", "llama", model, tensors=extra)
     assert "loses its position scaling" in error_of(path)
+    weights = {k: v for k, v in model.state_dict().items() if "layers.2" not in k}
+    part = SimpleNamespace(config=model.config, state_dict=lambda: weights)
+    message = error_of(write_gguf(tmp_path / "part.gguf", "llama", part))
+    assert "lack model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight and 7 more" in message

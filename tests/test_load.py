@@ -12,8 +12,9 @@ import tokenizers
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from load_cases import CLOSE, TOKENS, error_of, own_cache, toy
+from safetensors.torch import load_file, save_file
 from toy_gguf import logits_of, write_gguf
-from toy_models import SHAPE, VOCAB, make_batch, toy_tokenizer
+from toy_models import FAMILIES, SHAPE, VOCAB, damaged, make_batch, toy_model, toy_tokenizer
 
 from outrider.errors import ModelError, TokenizerMismatch
 from outrider.target.load import (
@@ -25,6 +26,7 @@ from outrider.target.load import (
     resolve_tokenizer,
 )
 from outrider.target.model import TransformersTarget
+from outrider.target.pretrained import read_pretrained
 from outrider.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -269,12 +271,21 @@ def test_determinism_is_refused_where_it_cannot_be_had(monkeypatch):
 
 
 def test_a_model_with_pictures_keeps_its_language_model_one_level_down(tmp_path):
-    from safetensors.torch import save_file
-
     names = ["model.language_model.norm.weight", "language_model.lm_head.weight", "vision.x"]
     save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
     loaded = LoadedModel("x", {}, None, torch.float32, CPU, directory=tmp_path)
     assert set(loaded.state_dict()) == {"model.norm.weight", "lm_head.weight", "vision.x"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_makes_up_no_weights(tmp_path, family):
+    model = toy_model(family, num_hidden_layers=1, layer_types=None)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, others in damaged(weights):
+        save_file(others, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=f"the weights of toy .*{name}"):
+            read_pretrained("toy", str(tmp_path), torch.float32)
 
 
 # The real ones

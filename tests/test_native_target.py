@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy_models import VOCAB, make_batch, toy_config, toy_model
+from toy_models import VOCAB, damaged, make_batch, toy_config, toy_model
 
 from outrider.errors import ModelError
 from outrider.native import library
@@ -210,3 +210,44 @@ def test_what_it_cannot_run_is_refused_with_the_reason(
 
 def test_other_devices_are_refused() -> None:
     assert "not on cuda" in (why_not_native(toy_config("llama", **SHAPE), "cuda") or "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_do_not_fit_the_configuration_are_refused_by_name(family: str) -> None:
+    for bias in (False, True):
+        model = toy(family, attention_bias=bias)
+        weights: Any = model.state_dict()
+        if model.config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        for name, others in damaged(weights):
+            with pytest.raises(ModelError, match=f"the weights of toy must hold {name} of"):
+                NativeTarget(model.config, others, torch.float32, 64, "toy")
+
+
+def test_weights_that_the_configuration_does_not_speak_of_are_not_read() -> None:
+    model = toy("llama")
+    extra = {
+        f"model.layers.1.self_attn.{name}": torch.full((width,), 7.0)
+        for name, width in (("q_norm.weight", 16), ("k_norm.weight", 16), ("q_proj.bias", 64))
+    }
+    target = NativeTarget(model.config, model.state_dict() | extra, torch.float32, 64, "toy")
+    target.allocate_kv(2)
+    logits = run(target, make_batch([TEXT[:20]], [[0, 1]]))
+    torch.testing.assert_close(logits, reference(model, TEXT[:20]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_beside_a_tied_embedding_is_used_as_transformers_uses_it() -> None:
+    model = toy("llama", tie_word_embeddings=True)
+    head = torch.randn(VOCAB, model.config.hidden_size)
+    target = NativeTarget(
+        model.config, model.state_dict() | {"lm_head.weight": head}, torch.float32, 64, "toy"
+    )
+    assert target.head is head
+    with pytest.raises(ModelError, match=r"must hold lm_head.weight of the shape \(96, 32\)"):
+        NativeTarget(
+            model.config,
+            model.state_dict() | {"lm_head.weight": head[1:]},
+            torch.float32,
+            64,
+            "toy",
+        )

@@ -8,6 +8,8 @@ import torch
 from outrider.target.base import PAGE_SIZE, ForwardBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -70,6 +72,15 @@ def toy_model(
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+def damaged(
+    weights: "dict[str, torch.Tensor]",
+) -> "Iterator[tuple[str, dict[str, torch.Tensor]]]":
+    """The weights without each of them in turn, and with each in another shape; and its name."""
+    for name, weight in weights.items():
+        yield name, {other: kept for other, kept in weights.items() if other != name}
+        yield name, weights | {name: torch.cat([weight, weight])}
 
 
 def toy_tokenizer(chat_template: str | None = None) -> "TokenizersBackend":

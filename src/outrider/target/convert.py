@@ -16,6 +16,8 @@ from outrider.cache import cache_dir
 from outrider.errors import ModelError
 from outrider.target import gguf
 from outrider.target.gguf import GGUFFile
+from outrider.target.native import fitting_weights
+from outrider.target.pretrained import read_pretrained
 from outrider.tokenizer import Tokenizer
 
 log = logging.getLogger("outrider")
@@ -55,7 +57,7 @@ def _convert(path: Path, dtype: torch.dtype, directory: Path) -> None:
     if file.architecture in gguf.FAMILIES and gguf_tokenizer.is_known(file):
         settings = gguf.hf_config(file)
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        weights = gguf.state_dict(file, dtype)
+        weights = fitting_weights(str(path), config, gguf.state_dict(file, dtype))
         tokenizer = gguf_tokenizer.build_tokenizer(file)
     else:
         config, weights, tokenizer = _read_by_transformers(file, dtype)
@@ -78,7 +80,7 @@ def _read_by_transformers(
     file: GGUFFile, dtype: torch.dtype
 ) -> tuple[Any, dict[str, torch.Tensor], Tokenizer]:
     """Configuration, weights and tokenizer of a family that only transformers knows. Slow."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     path = file.path
     scaled = file.get("rope.scaling.type", "none") != "none"
@@ -87,12 +89,12 @@ def _read_by_transformers(
             f"{path} is of the family {file.architecture!r}, which is read through transformers, "
             "and that loses its position scaling; give the model in Hugging Face's format"
         )
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    directory, name = str(path.parent), path.name
+    model = read_pretrained(str(path), directory, torch.float32, gguf_file=name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (ValueError, NotImplementedError, KeyError, OSError, RuntimeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
+    except (ValueError, LookupError, OSError, TypeError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot read the tokenizer of {path}: {error}") from error
     weights = {k: v.to(dtype).contiguous() for k, v in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)

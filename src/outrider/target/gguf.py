@@ -8,6 +8,7 @@ families below are read here, and all others through transformers.
 
 import mmap
 import struct
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.checks import INT32_MAX, integer, number
 from outrider.errors import ModelError
 
 SCALARS = {
@@ -36,6 +38,7 @@ SCALARS = {
 STRING, ARRAY = 8, 9
 CHUNK = 1 << 20  # weights dequantised at once: 4 MB in fp32 stay in the cache until rounded
 
+EMBEDDING = "token_embd.weight"
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -74,7 +77,8 @@ class GGUFFile:
     """Metadata and tensor table of a GGUF file; tensor data stays on disk until asked for.
 
     Raises:
-        ModelError: it is no GGUF file of version 2 or 3, or it ends early.
+        ModelError: it is no GGUF file of version 2 or 3, it ends early, or what it holds is no
+            whole language model.
     """
 
     def __init__(self, path: Path):
@@ -86,6 +90,9 @@ class GGUFFile:
             self._read()
         except (OSError, struct.error, ValueError, KeyError) as error:
             raise ModelError(f"cannot read {path} as a GGUF file: {error}") from error
+        reason = self._why_no_model()
+        if reason is not None:
+            raise ModelError(f"{path} {reason}")
 
     def _read(self) -> None:
         if self.data[:4] != b"GGUF":
@@ -98,13 +105,31 @@ class GGUFFile:
         for _ in range(num_keys):
             key = self._string()
             self.metadata[key] = self._value(self._unpack("I")[0])
-        self.architecture: str = self.metadata["general.architecture"]
+        self.architecture = str(self.metadata.get("general.architecture"))
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
         for info in table:
             info.offset += start
         self.tensors = {info.name: info for info in table}
+
+    def _why_no_model(self) -> str | None:
+        """Why this is no language model by itself: other things come in GGUF files too."""
+        parts = self.metadata.get("split.count", 1)
+        if parts != 1:
+            part = self.metadata.get("split.no", 0) + 1
+            return (
+                f"is part {part} of {parts} of a model; join them with "
+                "`llama-gguf-split --merge FIRST_PART WHOLE`"
+            )
+        kind = self.metadata.get("general.type", "model")
+        if kind != "model":
+            return f"holds a thing of the type {kind!r}, expected 'model'"
+        if "general.architecture" not in self.metadata:
+            return "does not name its architecture (general.architecture)"
+        if len(self.tensors[EMBEDDING].shape if EMBEDDING in self.tensors else ()) != 2:
+            return f"holds no matrix {EMBEDDING}, which every language model has"
+        return None
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + form, self.data, self._at)
@@ -165,28 +190,32 @@ class GGUFFile:
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
-    """Settings of the Hugging Face configuration of a file of one of FAMILIES."""
-    heads, layers = file.get("attention.head_count"), file.get("block_count")
+    """Settings of the Hugging Face configuration of a file of one of FAMILIES.
+
+    Raises:
+        ModelError: names a size that the file does not tell.
+    """
+    heads, width = _size(file, "attention.head_count"), _size(file, "embedding_length")
     settings: dict[str, Any] = {
         "model_type": FAMILIES[file.architecture],
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": file.get("embedding_length"),
-        "intermediate_size": file.get("feed_forward_length"),
-        "num_hidden_layers": layers,
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "hidden_size": width,
+        "intermediate_size": _size(file, "feed_forward_length"),
+        "num_hidden_layers": _size(file, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.get("attention.head_count_kv", heads),
-        "head_dim": file.get("attention.key_length", file.get("embedding_length") // heads),
-        "max_position_embeddings": file.get("context_length"),
-        "rms_norm_eps": _shortest(file.get("attention.layer_norm_rms_epsilon")),
+        "num_key_value_heads": _size(file, "attention.head_count_kv", heads),
+        "head_dim": _size(file, "attention.key_length", width // heads),
+        "max_position_embeddings": _size(file, "context_length"),
+        "rms_norm_eps": _shortest(_number(file, "attention.layer_norm_rms_epsilon")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos_ids(file),
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
     }
-    if file.architecture == "llama":
+    if file.architecture != "qwen2":  # which has biases without a setting
         settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if file.architecture == "gemma3":
-        return settings | _gemma_settings(file)
+        return settings | _gemma_settings(file, settings)
     return settings | {"rope_parameters": _rope(file)}
 
 
@@ -214,6 +243,8 @@ def _weight(file: GGUFFile, name: str, dtype: torch.dtype) -> torch.Tensor:
         # llama.cpp rotates neighbouring columns, transformers the halves of a head.
         kind = "head_count" if ".attn_q." in name else "head_count_kv"
         heads = file.get(f"attention.{kind}", file.get("attention.head_count"))
+        if weight.shape[0] % (2 * heads):
+            raise ModelError(f"{name} in {file.path} has {weight.shape[0]} rows for {heads} heads")
         pairs = weight.view(heads, -1, 2, *weight.shape[1:])
         weight = pairs.transpose(1, 2).reshape(weight.shape)
     return weight
@@ -230,14 +261,24 @@ def _hf_name(file: GGUFFile, name: str) -> str:
     return f"model.layers.{block}.{layer_tensors[rest]}.{suffix}"
 
 
-def _gemma_settings(file: GGUFFile) -> dict[str, Any]:
+def _size(file: GGUFFile, key: str, default: int | None = None) -> int:
+    name = f"{file.architecture}.{key} in {file.path}"
+    return integer(name, file.get(key, default), 1, INT32_MAX, ModelError)
+
+
+def _number(file: GGUFFile, key: str, default: float | None = None) -> float:
+    name = f"{file.architecture}.{key} in {file.path}"
+    return number(name, file.get(key, default), 0.0, sys.float_info.max, ModelError)
+
+
+def _gemma_settings(file: GGUFFile, settings: dict[str, Any]) -> dict[str, Any]:
     """What llama.cpp knows of Gemma 3 without the file saying it."""
-    layers, heads = file.get("block_count"), file.get("attention.head_count")
-    width, head_dim = file.get("embedding_length"), file.get("attention.key_length")
+    layers, heads = settings["num_hidden_layers"], settings["num_attention_heads"]
+    width, head_dim = settings["hidden_size"], settings["head_dim"]
     return {
         # 27B (62 layers) scales its queries by width / heads, every other size by its head.
         "query_pre_attn_scalar": width // heads if layers == 62 else head_dim,
-        "sliding_window": file.get("attention.sliding_window"),
+        "sliding_window": _size(file, "attention.sliding_window"),
         "layer_types": [
             "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)
         ],
@@ -249,9 +290,9 @@ def _gemma_settings(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rope(file: GGUFFile, default_theta: float = 10000.0) -> dict[str, Any]:
-    theta = _shortest(file.get("rope.freq_base", default_theta))
+    theta = _shortest(_number(file, "rope.freq_base", default_theta))
     kind = file.get("rope.scaling.type", "none")
-    factor = file.get("rope.scaling.factor", 1.0)
+    factor = _number(file, "rope.scaling.factor", 1.0)
     if "rope_freqs.weight" in file.tensors:
         return {"rope_theta": theta} | _llama3_scaling(file, theta)
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):

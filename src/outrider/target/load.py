@@ -5,8 +5,6 @@ later start maps the weights from there and imports no transformers.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ from outrider.machine import cpu_flags
 from outrider.target.base import Target
 from outrider.target.convert import converted
 from outrider.target.find import find_model
+from outrider.target.pretrained import read_pretrained
 from outrider.tokenizer import Tokenizer, first_difference
 
 if TYPE_CHECKING:
@@ -83,7 +82,9 @@ class LoadedModel:
     def hf_model(self) -> "PreTrainedModel":
         """The model as a module of transformers, built on first use."""
         if self.module is None:
-            self.module = _from_pretrained(self)
+            assert self.directory is not None
+            model = read_pretrained(self.name, str(self.directory), self.dtype)
+            self.module = model.to(self.device)  # pyright: ignore[reportArgumentType]
         return self.module
 
 
@@ -270,32 +271,6 @@ def _hf_tokenizer(path: Path) -> Tokenizer | None:
         return Tokenizer.from_transformers(AutoTokenizer.from_pretrained(path))
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
         raise ModelError(f"cannot read the tokenizer in {path}: {error}") from error
-
-
-def _from_pretrained(loaded: LoadedModel) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
-    assert loaded.directory is not None
-    try:
-        with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=loaded.dtype)
-    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot load {loaded.name}: {error}") from error
-    return model.to(loaded.device)  # pyright: ignore[reportArgumentType]
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keep the progress bars of transformers off the screen for a moment."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _from_module(

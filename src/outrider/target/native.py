@@ -19,7 +19,7 @@ from outrider.target.native_batch import native_batch
 from outrider.target.native_model import TILE, Layer, NativeModel, Shape
 from outrider.target.rope import rope_table, why_not_exact
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"}
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 
@@ -59,7 +59,8 @@ class NativeTarget:
         max_model_len: longest text in tokens.
 
     Raises:
-        ModelError: the lean forward cannot run this model; the message says why.
+        ModelError: the lean forward cannot run this model, or a weight is missing or of another
+            shape than the configuration says; the message says why.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class NativeTarget:
         lib = library()
         if reason is not None or lib is None:
             raise ModelError(f"{name or config.model_type}: {reason}")
+        weights = fitting_weights(name or config.model_type, config, weights)
         self.name = name
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
@@ -83,7 +85,7 @@ class NativeTarget:
         self.device = torch.device("cpu")
         self.deterministic = True
         self.embedding = weights[EMBEDDING]
-        self.head = weights.get("lm_head.weight", self.embedding)
+        self.head = weights.get(HEAD, self.embedding)
         self._model = NativeModel(
             lib,
             _shape(config, dtype),
@@ -113,6 +115,60 @@ class NativeTarget:
 
     def move_kv(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         self._model.move_kv(sources, destinations)
+
+
+def fitting_weights(
+    name: str, config: Any, weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those of the weights that the configuration speaks of: the kernels go by its sizes alone.
+
+    Raises:
+        ModelError: names the first one that is missing or has another shape.
+    """
+    expected = dict(_expected_shapes(config))
+    if getattr(config, "tie_word_embeddings", True) and HEAD in weights:
+        expected[HEAD] = expected[EMBEDDING]  # transformers uses it as well
+    for key, shape in expected.items():
+        found = tuple(weights[key].shape) if key in weights else None
+        if found != shape:
+            got = "which is missing" if found is None else f"got {found}"
+            raise ModelError(f"the weights of {name} must hold {key} of the shape {shape}, {got}")
+    return {key: weights[key] for key in expected}
+
+
+def _expected_shapes(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, _head_dim(config)
+    queries = config.num_attention_heads * head_dim
+    keys = config.num_key_value_heads * head_dim
+    gemma, family = config.model_type.startswith("gemma"), config.model_type
+    yield EMBEDDING, (config.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not getattr(config, "tie_word_embeddings", True):
+        yield HEAD, (config.vocab_size, hidden)
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if gemma:
+        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+    if gemma or family == "qwen3":
+        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+    linears = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    biases = [*linears][: 3 if family == "qwen2" else 4 * getattr(config, "attention_bias", False)]
+    if family == "mistral":  # takes the setting and does not go by it
+        biases = []
+    for prefix in (f"model.layers.{index}." for index in range(config.num_hidden_layers)):
+        for name, width in norms.items():
+            yield f"{prefix}{name}.weight", (width,)
+        for name, shape in linears.items():
+            yield f"{prefix}{name}.weight", shape
+        for name in biases:
+            yield f"{prefix}{name}.bias", linears[name][:1]
 
 
 def _shape(config: Any, dtype: torch.dtype) -> Shape:

@@ -12,7 +12,8 @@ from outrider.bench.peers.spec import Peer
 from outrider.cache import cache_dir
 from outrider.errors import ConfigError
 from outrider.target.find import find_model
-from outrider.target.load import LoadedModel, load_model, no_progress_bars
+from outrider.target.load import LoadedModel, load_model
+from outrider.target.pretrained import no_progress_bars
 
 
 def model_directory(model: str | None) -> Path:
