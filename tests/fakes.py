@@ -156,7 +156,10 @@ class FakeTokenizer:
         kept = [i for i in token_ids if not (skip_special_tokens and i in self.special)]
         return b"".join(self.pieces[i] for i in kept).decode("utf-8", "replace")
 
-    def stream(self, skip_special_tokens: bool = True) -> "FakeStream":
+    def text_of(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> "FakeStream":
         return FakeStream(self, skip_special_tokens)
 
 

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import math
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from fakes import ALPHABET, FakeTarget, SubmitAll
 from starlette.testclient import TestClient
 
@@ -38,6 +41,21 @@ def serving(llm: LLM | None = None, **settings: Any) -> Iterator[TestClient]:
         yield client
     llm.engine.check_integrity()
     assert llm.engine.arena.num_free_pages == llm.engine.arena.num_pages
+
+
+@contextmanager
+def listening(llm, **settings) -> Iterator[str]:
+    """The address of a server in a thread."""
+    config = uvicorn.Config(create_app(llm, Settings(**settings)), port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join()
 
 
 def events(text: str) -> list[dict]:

@@ -1,23 +1,19 @@
 """The page in a real browser: what people with mouse, keyboard or screen reader find there."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
-import uvicorn
 from chromium import Page, browsing, find_chromium
 from engine_cases import exact
 from fakes import ALPHABET, FakeTarget, ReplaySource
-from serving_cases import make_llm
+from serving_cases import listening, make_llm
+from test_serving_blanks import make_blank_llm
 
 from outrider import SamplingParams
 from outrider.drafting.source import Draft
-from outrider.serving.app import create_app
 from outrider.serving.limits import Keys
-from outrider.serving.service import Settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,21 +23,6 @@ pytestmark = [
 ASK = SamplingParams(temperature=0, max_tokens=60)
 PROMPT = "the end"  # answered with 60 tokens, some of which are parts of characters
 KEY = "open-sesame"
-
-
-@contextmanager
-def listening(llm, **settings) -> Iterator[str]:
-    """The address of a server in a thread."""
-    config = uvicorn.Config(create_app(llm, Settings(**settings)), port=0, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}/"
-    server.should_exit = True
-    thread.join()
 
 
 def plain(prompt: str):
@@ -185,6 +166,28 @@ def test_a_race_says_that_both_texts_are_the_same(page):
         "[...document.querySelectorAll('.pane')].map((one) => one.querySelectorAll('.s0').length)"
     )
     assert sources[0] > 10 and sources[1] == 0
+
+
+def test_a_race_without_a_seed_gives_both_the_same(page):
+    fill(page)
+    for field, value in {"temperature": 0.8, "seed": ""}.items():
+        type_into(page, field, value)
+    press_and_wait(page, "race")
+    assert "The texts are the same" in text(page, "#outcome")
+
+
+def test_tokens_that_begin_with_a_blank_keep_it(browser):
+    with listening(make_blank_llm()) as address:
+        browser.open(address)
+        browser.wait("document.querySelector('input[name=source]')")
+        values = {"prompt": "the cat", "max-tokens": 40, "temperature": 0.8, "seed": 3}
+        for field, value in values.items():
+            type_into(browser, field, value)
+        press_and_wait(browser, "run")
+        shown = browser.run(
+            "[...document.querySelectorAll('.token')].map((one) => one.textContent)"
+        )
+    assert " sat" in shown and max(map(len, shown)) <= len(" mat")
 
 
 def test_only_the_chosen_sources_draft(page):

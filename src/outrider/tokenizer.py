@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+LOOK_BACK = 4  # tokens: so many bytes has a character at most
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -106,9 +108,22 @@ class Tokenizer:
         """Text of token ids; ids outside the vocabulary give nothing."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
-        """Decode token by token; the pieces join to what `decode` gives for all of them."""
-        return TextStream(self, skip_special_tokens)
+    def text_of(self, token_id: int) -> str:
+        """What a token adds to a text, with the blank that decoders strip where a text begins."""
+        behind = self.decode([*self.lead, token_id], skip_special_tokens=False)
+        return behind[len(self.decode(self.lead, skip_special_tokens=False)) :]
+
+    @functools.cached_property
+    def lead(self) -> list[int]:
+        """Any text: what comes behind it is not where a text begins."""
+        return self.encode("a", add_special_tokens=False)
+
+    def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> "TextStream":
+        """Decode token by token; the pieces join to what `decode` gives for all of them.
+
+        `prompt`: the tokens before, whose text is not given again.
+        """
+        return TextStream(self, skip_special_tokens, prompt)
 
     def chat(
         self,
@@ -189,12 +204,12 @@ class Tokenizer:
 class TextStream:
     """Incremental decoding: what `push` returns is final and never ends inside a character."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._context: list[int] = []  # tokens of the last piece: a decoder may look at them
-        self._context_text = ""
+        # Tokens of the last piece: a decoder may look at them.
+        self._context, self._context_text = self._end_of(prompt)
         self._held: list[int] = []
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -217,6 +232,17 @@ class TextStream:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._context + self._held, self._skip)
+
+    def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """Tokens that a prompt ends with, but for a character that it cuts off, and their text."""
+        seen = [one for one in islice(reversed(prompt), LOOK_BACK) if one not in self._skipped]
+        tokens = [one for one in reversed(seen) if one not in self._tokenizer.byte_ids]
+        while (text := self._tokenizer.decode(tokens, self._skip)).endswith(REPLACEMENT):
+            tokens.pop()
+        if not tokens and any(one not in self._skipped for one in prompt):
+            tokens = self._tokenizer.lead
+            text = self._tokenizer.decode(tokens, self._skip)
+        return tokens, text
 
     def _release(self, text: str) -> str:
         piece = text[len(self._context_text) :]

@@ -146,8 +146,9 @@ def compare_prompt(
         choice = output.outputs[0].token_ids
         if choice != reference and result.difference is None:
             result.difference = first_difference(reference, choice, speculative.tokenizer.decode)
-    splitter = SourceSplitter(speculative.tokenizer.stream())
     shown = result.speculative
+    before = shown.outputs[0].prompt_token_ids
+    splitter = SourceSplitter(speculative.tokenizer.stream(prompt=before))
     result.spans = splitter.split(shown.text, shown.token_ids, shown.token_sources)
     return result
 

@@ -39,7 +39,8 @@ class StreamedAnswer:
 
 def new_writer(llm: "LLM", colours: Colours) -> TextWriter:
     """A writer to stdout for one answer of this model."""
-    return TextWriter(SourceSplitter(llm.tokenizer.stream()), colours)
+    decoder = llm.tokenizer.stream(prompt=llm.tokenizer.lead)
+    return TextWriter(SourceSplitter(decoder), colours)
 
 
 def stream_answer(

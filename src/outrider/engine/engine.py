@@ -433,7 +433,7 @@ class Engine:
             for token, logprob in entry.items():
                 text = self._token_texts.get(token)
                 if text is None:
-                    text = self.tokenizer.decode([token], skip_special_tokens=False)
+                    text = self.tokenizer.text_of(token)
                     self._token_texts[token] = text
                 logprob.decoded_token = text
 

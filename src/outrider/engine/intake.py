@@ -115,7 +115,7 @@ class Intake:
         key = noise_key(seed, index)
         stream = None
         if self.tokenizer is not None:
-            stream = self.tokenizer.stream(params.skip_special_tokens)
+            stream = self.tokenizer.stream(params.skip_special_tokens, group.prompt_token_ids)
         tokens, grammar = TokenBuffer(ids), self._grammar(params)
         return Request(
             request_id=request_id,

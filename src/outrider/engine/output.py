@@ -32,7 +32,13 @@ class TokenizerLike(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream: ...
+    def text_of(self, token_id: int) -> str:
+        """What a token adds to a text."""
+        ...
+
+    def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> TextStream:
+        """The text of what comes behind the prompt."""
+        ...
 
 
 class StopStrings:

@@ -71,6 +71,7 @@ async function race(signal) {
   const plain = new Pane("Plain");
   byId("panes").replaceChildren(drafted.element, plain.element);
   const body = request();
+  body.seed ??= Math.floor(Math.random() * 2 ** 31); // the same for both
   say("Decoding with drafts …");
   const one = await follow(drafted, body, signal);
   say("Decoding plainly …");
