@@ -294,7 +294,9 @@ def test_a_call_that_the_end_cuts_off_is_read_once_its_json_is_whole():
 
 
 def test_any_division_of_a_text_is_read_alike():
-    text = f" <think>a</thi>b</think> \n c <tool {CALL} {OTHER}\n d <tool_call>[1]</tool_call> <to"
+    tag = '<tool_call>{"name": "say", "arguments": {"a": "\\"</tool_call>", "b": 5}}</tool_call>'
+    words = '<tool_call>it"s</tool_call> <tool_call>{"a": "</tool_call>'  # no calls, nor one string
+    text = f" <think>a</thi>b</think> \n c <tool {CALL} {OTHER}{tag}\n d {words} {OTHER} <to"
 
     def read(parts: list[str]) -> Said:
         parser, said = ChatParser(True, True), Said()
@@ -305,7 +307,10 @@ def test_any_division_of_a_text_is_read_alike():
         return said
 
     whole = read([text])
-    assert whole.reasoning == "a</thi>b" and len(whole.calls) == 2
+    assert whole.reasoning == "a</thi>b"
+    assert [call.name for call in whole.calls] == ["weather", "clock", "say", "clock"]
+    assert json.loads(whole.calls[2].arguments) == {"a": '"</tool_call>', "b": 5}
+    assert words in whole.content
     random = np.random.default_rng(1)
     for _ in range(300):
         cuts = sorted(random.integers(0, len(text) + 1, random.integers(1, 40)).tolist())

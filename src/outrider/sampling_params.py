@@ -110,7 +110,7 @@ class SamplingParams:
     def _check_grammar(self) -> None:
         if self.structured_outputs is None:
             return
-        _check_grammar(self.structured_outputs)
+        check_form(self.structured_outputs)
         others = ("ignore_eos", "min_tokens", "allowed_token_ids", "banned_token_ids")
         if given := [name for name in others if getattr(self, name)]:
             raise SamplingError(
@@ -151,7 +151,8 @@ class SamplingParams:
             }
 
 
-def _check_grammar(given: Any) -> None:
+def check_form(given: Any) -> None:
+    """Raise SamplingError unless it is what `SamplingParams.structured_outputs` takes."""
     if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in GRAMMARS:
         raise SamplingError(
             f"structured_outputs must have one of the keys {', '.join(GRAMMARS)}, "
@@ -159,7 +160,7 @@ def _check_grammar(given: Any) -> None:
         )
     [(kind, value)] = given.items()
     fits = {
-        "json": isinstance(value, Mapping | str | bool),
+        "json": isinstance(value, Mapping | str),
         "json_object": value is True,
         "choice": _is_texts(value),
     }

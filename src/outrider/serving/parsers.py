@@ -102,18 +102,21 @@ class ChatParser:
         self._said.content += kept
 
     def _calls(self) -> None:
-        text, is_over = self._until(END_CALL)
-        if not is_over and not self._is_end:
-            self._held = text + self._held
+        text = self._held
+        first = end = text.find(END_CALL)
+        while end >= 0 and _is_in_string(text[:end]):  # of the arguments, so that it ends nothing
+            end = text.find(END_CALL, end + 1)
+        if end < 0 and not self._is_end:
             return
-        calls = read_calls(text if is_over else text[: len(text) - _overlap(text, END_CALL)])
-        if calls is None:  # not what it looked like: nothing that was said is lost
-            self._said.content += self._space + CALL + text + (END_CALL if is_over else "")
-            self._at_border = False
-        else:
+        calls = read_calls(text[: end if end >= 0 else len(text) - _overlap(text, END_CALL)])
+        last = end if calls else first
+        rest = last + len(END_CALL) if last >= 0 else len(text)
+        if calls:
             self._said.calls += calls
-            self._at_border = True
-        self._read = self._content
+        else:  # not what it looked like: nothing that was said is lost
+            self._said.content += self._space + CALL + text[:rest]
+        self._at_border = bool(calls)
+        self._held, self._read = text[rest:], self._content
 
     def _until(self, tag: str) -> tuple[str, bool]:
         """Take the text before the tag, and the tag; else all but what may become one."""
@@ -150,6 +153,17 @@ def _read_call(found: Any) -> ToolCall | None:
     if isinstance(arguments, str):
         return ToolCall(found["name"], arguments)
     return ToolCall(found["name"], json.dumps(arguments or {}, ensure_ascii=False))
+
+
+def _is_in_string(text: str) -> bool:
+    """Whether the text is JSON that ends inside a string."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _overlap(text: str, tag: str) -> int:

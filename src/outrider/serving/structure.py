@@ -4,17 +4,24 @@ Rules are in Lark's notation, as llguidance reads it; the one named `answer` is 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.checks import shown
+from outrider.errors import SamplingError
 from outrider.grammar import JSON_OPTIONS
+from outrider.sampling_params import check_form
 from outrider.serving.errors import ApiError
 from outrider.serving.parsers import CALL, END_CALL, END_THINK, THINK
 
 OBJECT = {"type": "object"}
 NO_PARAMETERS = OBJECT | {"additionalProperties": False}
 BLANK = r"[ \n]"
+# What ends a regex in Lark's notation, unless it is escaped, as it may be already; a backslash at
+# the end escapes nothing, and llguidance drops it.
+ENDS = {"/": r"\/", "\n": r"\n", "": ""}
+ESCAPED = re.compile(r"\\[^/\n]|\\?([/\n]|\Z)")
 THOUGHTS = r"(.|\n)*" + END_THINK.replace("/", r"\/")
 
 
@@ -25,7 +32,10 @@ def structured_outputs(
 
     Raises:
         ApiError: 400, an unknown format, or both fields.
+        SamplingError: `structured_outputs` holds nothing that can be followed.
     """
+    if given is not None:
+        check_form(given)
     if response_format is None or response_format == {"type": "text"}:
         return given
     if given is not None:
@@ -119,16 +129,21 @@ def answer_rules(form: Mapping[str, Any]) -> str | None:
 def _rule(form: Mapping[str, Any]) -> str:
     [(kind, value)] = form.items()
     if kind == "regex":
-        return "/" + str(value).replace("/", r"\/") + "/"
+        return "/" + ESCAPED.sub(lambda found: ENDS.get(found[1], found[0]), value) + "/"
     if kind == "choice":
         return " | ".join(map(_text, value))
     return _json(OBJECT if kind == "json_object" else value)
 
 
 def _json(schema: Any) -> str:
-    if isinstance(schema, str):  # it is read where the grammar is
-        return f"%json {schema}"
-    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS} | dict(schema))
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if isinstance(schema, Mapping):
+            return "%json " + json.dumps({"x-guidance": JSON_OPTIONS} | dict(schema))
+    except (ValueError, RecursionError) as error:
+        raise SamplingError(f"structured_outputs.json is no JSON: {error}") from error
+    raise SamplingError(f"structured_outputs.json must be an object, got {shown(schema)}")
 
 
 def _call(function: Signature) -> str:
