@@ -1,12 +1,14 @@
 """The command line, on a scripted model: what it prints, where, and with which exit code."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -36,11 +38,12 @@ SOURCES = ["target", "echo", "echo", "target"]
 
 class FakeTokenizer:
     chat_template: str | None = "{{ messages }}"
+    lead = (1,)
 
     def decode(self, token_ids: list[int]) -> str:
         return "".join(WORDS[i] for i in token_ids)
 
-    def stream(self) -> Any:
+    def stream(self, prompt: Any) -> Any:
         return SimpleNamespace(push=self.decode)
 
 
@@ -390,6 +393,30 @@ def test_prompts_missing_or_unreadable(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(PromptError, match="holds no prompts"):
         gather([], tmp_path / "empty")
+
+
+def commands(group: Any) -> Iterator[Any]:
+    """Everything that can be called in a group, as the functions that Typer calls."""
+    yield from (one.callback for one in group.registered_commands)
+    for below in group.registered_groups:
+        yield below.typer_instance.registered_callback.callback
+        yield from commands(below.typer_instance)
+
+
+def test_no_option_takes_a_number_without_end() -> None:
+    options = []
+    for command in commands(app):
+        for name, parameter in signature(command).parameters.items():
+            kinds = {parameter.annotation, *get_args(parameter.annotation)}
+            if not kinds.isdisjoint((float, float | None)):
+                options.append(name)
+                for value in (math.inf, -math.inf, math.nan):
+                    option = "--" + name.replace("_", "-")
+                    with pytest.raises(ConfigError, match=f"{option} must be a finite number"):
+                        command(**{name: value})
+    assert {"drain_seconds", "temperature", "acceptance"} & set(options) and len(options) > 10
+    result = CliRunner().invoke(app, ["serve", "--drain-seconds", "inf"])
+    assert isinstance(result.exception, ConfigError)
 
 
 def test_splitter_keeps_sources_apart_when_text_comes_late() -> None:

@@ -5,6 +5,8 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import ReplaySource
@@ -24,8 +26,8 @@ from serving_cases import (
 )
 
 import outrider.serving as serving_package
-from outrider import SamplingParams
-from outrider.cli.serve import key_list
+from outrider import LLM, SamplingParams
+from outrider.cli.serve import key_list, serve
 from outrider.errors import ConfigError
 from outrider.serving.app import create_app, service_of
 from outrider.serving.limits import Limits
@@ -292,6 +294,38 @@ def test_the_policy_is_read_replaced_and_called_back():
         assert set(explained) == {"rules", "allowed"}
         refusal(client.post("/policy/explain", json={"facts": {"nonsense": 9}}))
         refusal(client.post("/policy/explain", json=[1]))
+        nobody = {"version": 1, "rules": [{"then": {"sources": ["nobody"]}}]}
+        error = refusal(client.post("/policy/explain", json={"policy": nobody}))
+        assert "no source is called 'nobody'" in error["message"]
+        assert error == refusal(client.put("/policy", json=nobody))
+
+
+def test_a_file_of_the_policy_is_in_force_from_the_start(tmp_path):
+    path = tmp_path / "policy.json"
+    documents = [{"version": 1, "rules": [{"then": {"num_draft_tokens": n}}]} for n in range(3)]
+    path.write_text(json.dumps(documents[0]))
+    with serving(policy=path) as client:
+        assert client.get("/policy").json()["policy"] == documents[0]
+    found = []
+
+    def load() -> LLM:  # takes seconds, in which the file changes
+        path.write_text(json.dumps(documents[1]))
+        return make_llm()
+
+    def run(llm: LLM, settings: Settings, *_: object) -> None:
+        with serving(llm, policy=settings.policy) as client:
+            found.append(client.get("/policy").json()["policy"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.serving.server.serve", run)
+        model: Any = SimpleNamespace(model=None, load=load)
+        serve(model, policy=path)
+        path.write_text("{")
+        with pytest.raises(ConfigError, match="no JSON"):
+            create_app(make_llm(), Settings(policy=path))
+        with pytest.raises(ConfigError, match="no JSON"):
+            serve(model, policy=path)
+    assert found == [documents[1]]
 
 
 def test_the_newest_decisions_of_the_planner_are_told():

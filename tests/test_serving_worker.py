@@ -15,6 +15,7 @@ from serving_cases import (
     VOCAB,
     Caller,
     asked,
+    events,
     loop_with,
     make_llm,
     refusal,
@@ -80,6 +81,27 @@ def test_a_stream_that_fails_says_so_in_its_last_event():
         assert response.status_code == 200 and len(events) >= 1
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_failure"
         assert (done, rest) == ("data: [DONE]", "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_cannot_be_submitted_says_so(monkeypatch, stream):
+    llm = make_llm()
+    add, calls = llm.engine.add_request, []
+
+    def fail(*given: Any, **more: Any) -> None:
+        calls.append(given)
+        if len(calls) == 2:  # the second of two prompts
+            raise MemoryError("no room")
+        add(*given, **more)
+
+    monkeypatch.setattr(llm.engine, "add_request", fail)
+    with serving(llm) as client:
+        body = {**LONG, "prompt": ["the cat", "a dog"], "stream": stream}
+        response = client.post(COMPLETIONS, json=body)
+        assert response.status_code == (200 if stream else 500)
+        told = (events(response.text)[-1] if stream else response.json())["error"]
+        assert told["code"] == "engine_failure" and "MemoryError: no room" in told["message"]
+        assert asked(client, COMPLETIONS, **LONG)["usage"]["completion_tokens"] == 200
 
 
 def test_only_the_requests_of_the_failed_step_fail():

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from outrider.checks import shown
 from outrider.errors import PromptError, PromptTooLong
 from outrider.sampling_params import SamplingParams
+from outrider.text import check_unicode
 
 Prompt: TypeAlias = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
 Message: TypeAlias = Mapping[str, Any]  # {"role": …, "content": …}
@@ -97,6 +98,7 @@ class PromptReader:
                 f"{what} has {len(text)} characters, more than {self._max_model_len} tokens can "
                 f"hold, which are all that fit"
             )
+        check_unicode(text, what)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

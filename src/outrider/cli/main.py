@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import io
+import math
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from outrider.errors import MissingDependency, OutriderError, UserError
+from outrider.errors import ConfigError, MissingDependency, OutriderError, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_FAILURE = 1
@@ -160,6 +161,10 @@ def _with_flat_options(command: Callable[..., None]) -> Callable[..., None]:
         flat.extend(inspect.signature(parameter.annotation).parameters.values())
 
     def run(**values: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):  # which no range refuses
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} must be a finite number, got {value}")
         for name, group in groups.items():
             taken = {field: values.pop(field) for field in group.__dataclass_fields__}
             values[name] = group(**taken)

@@ -100,14 +100,10 @@ def serve(
         trace=trace,
         owns_cpus=True,
     )
-    document = None if policy is None else load_policy(policy)
-    if document is not None:
-        compile_policy(document)  # a typo is found sooner than a model is loaded
+    if policy is not None:
+        compile_policy(load_policy(policy))  # a typo is found sooner than a model is loaded
     model.model = name or model.model
-    llm = model.load()
-    if document is not None:
-        llm.rules.replace(document)
-    run(llm, settings, host, port, drain_seconds)
+    run(model.load(), settings, host, port, drain_seconds)
 
 
 def key_list(given: list[str], option: str) -> list[str]:

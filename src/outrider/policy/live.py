@@ -63,13 +63,21 @@ class LivePolicy:
         with self._lock:
             return list(self._versions)
 
+    def compile(self, document: Any) -> RuleSet:
+        """The rules of a document that could be put into force.
+
+        Raises:
+            ConfigError: the document is no policy, or names a source that there is not.
+        """
+        return compile_policy(document, self._source_names)
+
     def replace(self, document: Any) -> PolicyVersion:
         """Put another policy into force from the next step on.
 
         Raises:
             ConfigError: the document is no policy. The current one stays.
         """
-        rules = compile_policy(document, self._source_names)
+        rules = self.compile(document)
         with self._lock:
             self._count += 1
             version = PolicyVersion(self._count, document, time(), rules)

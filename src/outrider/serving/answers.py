@@ -65,13 +65,18 @@ class Answer(Generic[Asked]):
         return bodies
 
     def last(self, more: dict[str, Any]) -> dict[str, Any]:
-        """The event behind the last choice, with the usage in it."""
+        """The event behind the last choice, with usage and metrics in it."""
         return self._envelope(self.chunk_object, []) | more
 
     @property
     def shows_usage(self) -> bool:
         options = self.call.stream_options
         return options is not None and bool(options.include_usage)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether anything is to be told behind the last choice."""
+        return self.shows_usage or bool(self.call.include_metrics)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -21,7 +21,11 @@ from outrider.serving.worker import EngineGone
 
 
 def create_app(llm: LLM, settings: Settings | None = None) -> Edge:
-    """An ASGI app that serves one model; the engine starts and ends with its lifespan."""
+    """An ASGI app that serves one model; the engine starts and ends with its lifespan.
+
+    Raises:
+        ConfigError: the file of the policy cannot be read or holds none.
+    """
     service = Service(llm, settings or Settings())
     return Edge(_routes(service), service.metrics.call)
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from outrider.checks import shown
 from outrider.errors import ConfigError
 from outrider.policy.live import LivePolicy, PolicyFile, PolicyVersion
-from outrider.policy.rule_document import MAX_BYTES, compile_policy, read_facts, read_json
+from outrider.policy.rule_document import MAX_BYTES, read_facts, read_json
 from outrider.policy.rule_schema import policy_schema
 from outrider.policy.rules import shown_explanation
 from outrider.serving.errors import refused
@@ -98,7 +98,7 @@ def _explained(live: LivePolicy, data: bytes) -> dict[str, Any]:
         if not isinstance(body, dict) or body.keys() - {"facts", "policy"}:
             raise ConfigError(f'expected {{"facts": …}} and perhaps "policy", got {shown(body)}')
         request, load = read_facts(body.get("facts", {}), "$.facts")
-        rules = compile_policy(body["policy"]) if "policy" in body else live.current.rules
+        rules = live.compile(body["policy"]) if "policy" in body else live.current.rules
     except ConfigError as error:
         raise refused(error, {}) from error
     return shown_explanation(rules.explain(request, load))

@@ -129,6 +129,11 @@ class Call(_Part):
         """Choices of one prompt; a number that cannot be is refused with the parameters."""
         return 1 if self.n is None else self.n
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Output tokens that the client asks for at most."""
+        return self.max_tokens
+
     def params(self, owner: str) -> SamplingParams:
         """How tokens are chosen for this owner's call, checked.
 
@@ -163,6 +168,7 @@ class Call(_Part):
 
         Raises:
             ApiError: an unknown format, or two of them.
+            SamplingError: what is no form.
         """
         return structured_outputs(self.response_format, self.structured_outputs)
 
@@ -254,6 +260,11 @@ class ChatCall(Call):
         return fields
 
     @property
+    def most_tokens(self) -> int | None:
+        most = self.max_completion_tokens
+        return self.max_tokens if most is None else most
+
+    @property
     def calls_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
@@ -272,6 +283,7 @@ class ChatCall(Call):
 
         Raises:
             ApiError: a choice that is none, or that names no tool.
+            SamplingError: what is no form.
         """
         choice, form = self.tool_choice, super().form
         named = None if choice in (None, "auto", "none", "required") else _named_function(choice)
@@ -309,7 +321,7 @@ class ChatCall(Call):
             )
         if top and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        return self.sampling(owner, older if most is None else most, top if self.logprobs else None)
+        return self.sampling(owner, self.most_tokens, top if self.logprobs else None)
 
 
 Body = TypeVar("Body", bound=Call)

@@ -15,19 +15,20 @@ from outrider.serving.logs import json_logs
 from outrider.serving.policy import report
 from outrider.serving.service import Service, Settings
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANGUP: int | None = getattr(signal, "SIGHUP", None)  # where there is one
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *([] if HANGUP is None else [HANGUP]))
 
 
 def serve(
     llm: LLM, settings: Settings, host: str, port: int, drain_seconds: float | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT, or until SIGHUP where it does not read a policy again.
 
     Calls that are under way then have `drain_seconds` to end, None: as long as they take; new
     ones are refused with 503.
 
     Raises:
-        ConfigError: nobody can listen on this address.
+        ConfigError: nobody can listen on this address, or the file of the policy holds none.
     """
     app = create_app(llm, settings)
     config = uvicorn.Config(
@@ -41,14 +42,14 @@ def serve(
         ws="none",
         timeout_graceful_shutdown=None if drain_seconds is None else ceil(drain_seconds),
     )
-    service = service_of(app)
-    if service.policy_file is not None:
-        service.policy_file.on_hangup(report)
     with json_logs():
-        server = _Server(config, service)
+        server = _Server(config, service_of(app))
         try:
             server.run()
-        except SystemExit as end:  # what uvicorn logs and exits for, as an address in use
+        except SystemExit as end:
+            if server.started:
+                raise
+            # What uvicorn logs and exits for, as an address in use.
             raise ConfigError(f"cannot serve on {host}:{port}: the log says why") from end
 
 
@@ -60,7 +61,12 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's own, but the process ends with 0 when all has been answered."""
-        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in before.items():
+            if number != HANGUP or handler != signal.SIG_IGN:  # as `nohup` leaves it
+                signal.signal(number, self.handle_exit)
+        if self._service.policy_file is not None:
+            self._service.policy_file.on_hangup(report)
         try:
             yield
         finally:

@@ -85,7 +85,11 @@ class Settings:
 
 
 class Service:
-    """One model behind the endpoints."""
+    """One model behind the endpoints.
+
+    Raises:
+        ConfigError: the file of the policy cannot be read or holds none.
+    """
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         self.llm = llm
@@ -97,6 +101,8 @@ class Service:
         self._overseers = Keys(settings.admin_keys)
         path = settings.policy
         self.policy_file = None if path is None else PolicyFile(path, llm.rules)
+        if self.policy_file is not None:
+            self.policy_file.reload()
         self._watching: asyncio.Task[None] | None = None
         running = llm.engine.scheduler.max_requests
         waiting = running if settings.max_waiting is None else settings.max_waiting
@@ -267,7 +273,7 @@ class Service:
 
         def last() -> bytes:
             numbers = self._numbers(seen, answer)
-            return to_event(answer.last(numbers)) if answer.shows_usage else b""
+            return to_event(answer.last(numbers)) if answer.has_last else b""
 
         return EventStream(ticket, events, last, close)
 
@@ -277,7 +283,7 @@ class Service:
         predicting = self._predicting if call.prediction is not None else []
         numbers = usage(results, predicting, self._num_reasoning(answer, results))
         for result in results:
-            self.metrics.ended(result, call.num_choices, call.max_tokens)
+            self.metrics.ended(result, call.num_choices, call.most_tokens)
         reasons = [output.finish_reason for result in results for output in result.outputs]
         seen.record |= {
             "prompt_tokens": numbers["prompt_tokens"],

@@ -232,7 +232,7 @@ class Worker:
         except Exception as error:
             logger.exception("a request could not be submitted")
             self._cancel(ticket)
-            self._tell(ticket.fail, error)
+            self._tell(ticket.fail, _failure(f"{type(error).__name__}: {error}"))
 
     def _cancel(self, ticket: Ticket) -> None:
         names = [name for name, (owner, _) in self._owners.items() if owner is ticket]
@@ -292,7 +292,7 @@ class Worker:
         lost = {self._owners[name][0] for name in names if name in self._owners}
         for ticket in lost:
             self._cancel(ticket)
-            self._tell(ticket.fail, EngineFailure(f"the request failed: {why}"))
+            self._tell(ticket.fail, _failure(why))
 
     def _give_up(self) -> None:
         self.is_broken = True
@@ -314,6 +314,10 @@ def is_of(owner: str, request_id: str) -> bool:
 
 def _named(owner: str, number: object) -> str:
     return f"{owner}/{number}" if owner else str(number)
+
+
+def _failure(why: str) -> EngineFailure:
+    return EngineFailure(f"the request failed: {why}")
 
 
 def _guarded(call: Callable[[], None]) -> None:
