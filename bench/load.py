@@ -20,7 +20,7 @@ from typing import Any
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
 LOOK_SECONDS = 0.004
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
 
 
 class ServerProcess:
@@ -47,12 +47,17 @@ class ServerProcess:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if not self.port and (found := re.search(r"running on http://[\d.]+:(\d+)", line)):
-                self.port = int(found[1])
-                self._listening.set()
+        with self.process.stderr as log:
+            for line in log:
+                self.log.append(line)
+                if not self.port and (found := re.search(r"running on http://[\d.]+:(\d+)", line)):
+                    self.port = int(found[1])
+                    self._listening.set()
         self._listening.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     @property
     def resident_bytes(self) -> int:
@@ -61,7 +66,11 @@ class ServerProcess:
             return int(file.read().split()[1]) * 4096
 
     def __enter__(self) -> "ServerProcess":
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:
+            self._kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +78,11 @@ class ServerProcess:
         try:
             self.process.wait(30)
         finally:
-            self.process.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 @dataclass(slots=True)
@@ -137,7 +150,10 @@ async def call(
 
     `stop_after`: the client hangs up so many seconds after it has sent the call.
     """
-    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+    except ConnectionError:  # nobody listens any more
+        return Reply(perf_counter())
     writer.write(_request(path, body, method))
     reply = Reply(perf_counter())
     try:

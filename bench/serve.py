@@ -19,19 +19,20 @@ from common import DEFAULT_PROMPTS, provenance, read_prompts
 from load import CHAT, ServerProcess, call_together, chat_body
 
 from outrider import LLM, SamplingParams
+from outrider.cli.options import parse_speculative_config
 
 WARM_UP = 2  # rounds that do not count
 
 
 def main() -> None:
     given = _arguments()
-    config = given.speculative_config
+    config = parse_speculative_config(given.speculative_config)
     prompts = read_prompts([DEFAULT_PROMPTS], max(given.batch))
     chats = [prompt.conversation for prompt in prompts]
     chats = [chats[i % len(chats)] for i in range(max(given.batch))]
     params = SamplingParams(temperature=0, max_tokens=given.max_tokens, ignore_eos=True)
-    with ServerProcess("--speculative-config", config) as server:
-        llm = LLM(speculative_config=None if config == "none" else config)
+    with ServerProcess("--speculative-config", given.speculative_config) as server:
+        llm = LLM(speculative_config=config)
         found = {}
         for batch in given.batch:
             rates: dict[str, list[float]] = {"python": [], "server": []}

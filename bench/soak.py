@@ -42,6 +42,10 @@ OPTIONS = (
 )
 
 
+class ServerEnded(Exception):
+    """The server has ended before it was asked to."""
+
+
 @dataclass
 class Soak:
     """One server, the calls it got, and what was seen of it meanwhile."""
@@ -62,6 +66,7 @@ class Soak:
         async def one_seat() -> None:
             nonlocal done
             while perf_counter() < end:
+                self.check()
                 self.outcomes.append(await self.caller.work())
                 done += 1
 
@@ -74,6 +79,7 @@ class Soak:
         at = start = perf_counter()
         while at < start + seconds:
             await asyncio.sleep(max(0.0, at - perf_counter()))
+            self.check()
             self._begin(self.caller.work)
             if self._random.random() < FAULTS_PER_CALL:
                 self._begin(self.caller.fault)
@@ -83,6 +89,12 @@ class Soak:
         """Until every call has ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ServerEnded where nobody is there to be asked."""
+        if self.server.has_ended:
+            raise ServerEnded
 
     def _begin(self, kind: Callable[[], Any]) -> None:
         async def run() -> None:
@@ -103,7 +115,7 @@ class Soak:
 
     async def watch(self) -> None:
         """Note the memory of the server."""
-        while True:
+        while not self.server.has_ended:
             self.memory.append((perf_counter(), self.server.resident_bytes))
             await asyncio.sleep(0.5)
 
@@ -111,15 +123,21 @@ class Soak:
         """What is still held when nothing is asked for any more; nothing, if all is well."""
         end = perf_counter() + SETTLE_SECONDS
         while True:
-            live = (await call(self.server.port, "/live", b"", "GET")).body()
-            kv, requests = live["kv"], live["requests"]
-            held = {f"KV of {name}": tokens for name, tokens in kv["zones"].items()}
-            held |= {"pages": kv["num_held"], "running": requests["num_running"]}
-            held |= {"waiting": requests["num_waiting"]}
-            held = {name: count for name, count in held.items() if count}
+            reply = await call(self.server.port, "/live", b"", "GET")
+            self.check()
+            held = _held(reply.body()) if reply.status == 200 else {"calls of /live": 1.0}
             if not held or perf_counter() > end:
                 return held
             await asyncio.sleep(0.2)
+
+
+def _held(live: dict[str, Any]) -> dict[str, float]:
+    """What a live view shows that somebody holds."""
+    kv, requests = live["kv"], live["requests"]
+    held = {f"KV of {name}": tokens for name, tokens in kv["zones"].items()}
+    held |= {"pages": kv["num_held"], "running": requests["num_running"]}
+    held |= {"waiting": requests["num_waiting"]}
+    return {name: count for name, count in held.items() if count}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +155,23 @@ class Bar:
 
 
 async def soak(server: ServerProcess, caller: Caller, given: argparse.Namespace) -> list[Bar]:
+    """Every bar; of a server that ends early those alone that can still be judged."""
     run = Soak(server, caller)
+    bars: list[Bar] = []
+    with suppress(ServerEnded):
+        bars = await _measured(run, given)
+    with suppress(ServerEnded):
+        await run.finish()
+    faults = [one.fault for one in run.outcomes if one.fault]
+    for fault in faults[:NUM_WRONG_SHOWN]:
+        print("wrong:", fault)
+    has_ended = Bar("server that ended", float(server.has_ended), 0)
+    return [has_ended, Bar("wrong answers", len(faults), 0), *bars]
+
+
+async def _measured(run: Soak, given: argparse.Namespace) -> list[Bar]:
+    """Everything that is measured of a server that lives."""
+    server = run.server
     await run.sustain(WARM_UP_SECONDS)
     rate = await run.sustain(given.sustain_seconds)
     print(f"sustained: {rate:.2f} calls/s with {SEATS} seats", flush=True)
@@ -157,18 +191,11 @@ async def soak(server: ServerProcess, caller: Caller, given: argparse.Namespace)
         task.cancel()
     leaked = await run.leaked()
     _compare(run.outcomes, before, await scrape(server.port))
-    faults = [one.fault for one in run.outcomes if one.fault]
-    for fault in faults[:NUM_WRONG_SHOWN]:
-        print("wrong:", fault)
     print(f"rules replaced {run.num_policies} times; left behind: {leaked or 'nothing'}")
     gaps = [gap for one in run.outcomes for gap in one.gaps]
     middle, late = quantile(gaps, 0.5), quantile(gaps, 0.99)
     print(f"between tokens: P50 {1e3 * middle:.1f} ms, P99 {1e3 * late:.1f} ms")
-    bars += [
-        Bar("wrong answers", len(faults), 0),
-        Bar("slots and pages left behind", sum(leaked.values()), 0),
-        Bar("server that ended", float(server.process.poll() is not None), 0),
-    ]
+    bars.append(Bar("slots and pages left behind", sum(leaked.values()), 0))
     if not given.burst:
         bars.append(Bar("P99 between tokens over P50", late / middle, 3.0, "×"))
         bars.append(Bar("growth of memory", 100 * _growth(run.memory, start, end), 2.0, "%"))

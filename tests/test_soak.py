@@ -1,5 +1,7 @@
 """The soak: that it sees what it looks for, and its short form on a real server."""
 
+import argparse
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "bench"))
 
+import load  # noqa: E402
+import soak  # noqa: E402
 import traffic  # noqa: E402
 from load import Reply  # noqa: E402
 
@@ -64,6 +68,46 @@ def test_an_answer_that_is_not_streamed():
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
     assert not judged(head, body, kind="whole").fault
     assert "cut off" in judged(head, body[:-1], kind="whole").fault
+
+
+# Answers so many calls at most, none rightly, and is gone when the rules are to be replaced, which
+# is the first thing that happens when all is measured.
+STUB = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", 0), backlog=99)
+print(f"running on http://127.0.0.1:{server.getsockname()[1]}", file=sys.stderr, flush=True)
+for _ in range(int(sys.argv[-3])):
+    connection, _ = server.accept()
+    if connection.recv(1 << 16).startswith(b"PUT"):
+        break
+    live = b'{"kv":{"zones":{},"num_held":0},"requests":{"num_running":0,"num_waiting":0}}'
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: %d\\r\\n\\r\\n%b" % (len(live), live))
+    connection.close()
+"""
+
+
+@pytest.mark.parametrize("burst", [False, True])
+@pytest.mark.parametrize("num_calls", [0, 3, 10**6])
+def test_a_server_that_ends_misses_its_bar(monkeypatch, num_calls, burst):
+    for name in ("WARM_UP_SECONDS", "SETTLE_SECONDS"):
+        monkeypatch.setattr(soak, name, 0.02)
+    command = (sys.executable, "-S", "-c", STUB, str(num_calls))
+    given = argparse.Namespace(sustain_seconds=0.02, seconds=60.0, burst=burst, burst_seconds=60.0)
+    with load.ServerProcess(command=command) as server:
+        caller = traffic.Caller(server.port, [CASE], 1, has_ranks=True)
+        ended, wrong, *others = asyncio.run(soak.soak(server, caller, given))
+    assert (ended.name, ended.value, ended.holds) == ("server that ended", 1.0, False)
+    assert wrong.name == "wrong answers" and not others
+    assert not wrong.holds or not num_calls
+
+
+def test_a_server_that_does_not_start_is_not_left_running(monkeypatch):
+    monkeypatch.setattr(load, "START_SECONDS", 0.05)
+    for code in ("import time; time.sleep(60)", "raise SystemExit('no')"):
+        server = load.ServerProcess(command=(sys.executable, "-S", "-c", code))
+        with pytest.raises(RuntimeError, match="did not start"), server:
+            pass
+        assert server.has_ended
 
 
 @pytest.mark.model
