@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fakes import FakeTarget
 
+from outrider import LLM
+from outrider.bench.timing import pin
 from outrider.cache import cache_dir
+from outrider.cli.bench_options import cpu_threads
+from outrider.cli.train_options import TargetOptions
 from outrider.errors import ConfigError
 from outrider.native import build
-from outrider.threads import check_num_threads, num_threads_of_environment
+from outrider.threads import check_num_threads, num_threads_of_environment, set_num_threads
 
 
 @pytest.mark.parametrize("variable", ["OUTRIDER_CACHE", "XDG_CACHE_HOME"])
@@ -52,6 +58,40 @@ def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_threads_of_environment() == 2
     monkeypatch.setenv("OUTRIDER_NUM_THREADS", "")
     assert num_threads_of_environment() is None
+
+
+def by_target(asked: int | None) -> int:
+    return TargetOptions(num_threads=asked).set_threads()
+
+
+def by_bench(asked: int | None) -> int:
+    pin(asked)
+    return cpu_threads()
+
+
+def by_llm(asked: int | None) -> int:
+    LLM(target=FakeTarget(), num_threads=asked, speculative_config=None)
+    return set_num_threads()
+
+
+@pytest.mark.parametrize("ask", [set_num_threads, by_target, by_bench, by_llm])
+def test_threads_that_are_asked_for_go_before_the_environment(ask, monkeypatch) -> None:
+    lib, cores = build.library(), []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, given: cores.append(given))
+    before = torch.get_num_threads(), set_num_threads()
+    monkeypatch.setenv("OUTRIDER_NUM_THREADS", "1")
+    build.library.__wrapped__()  # as at the start
+    try:
+        assert ask(None) == torch.get_num_threads() == 1
+        for asked in (2, 3):
+            assert ask(asked) == torch.get_num_threads() == asked
+            assert lib is None or lib.outrider_num_threads() == asked
+            assert ask(None) == asked  # nobody goes back to the variable
+        with pytest.raises(ConfigError, match="must be a positive integer, got 0"):
+            ask(0)
+    finally:
+        set_num_threads(before[1])
+        torch.set_num_threads(before[0])
 
 
 @pytest.fixture

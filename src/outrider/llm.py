@@ -27,7 +27,7 @@ from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
 from outrider.terms import Terms
-from outrider.threads import check_num_threads
+from outrider.threads import set_num_threads
 
 ParamsLike: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 TermsLike: TypeAlias = Terms | Sequence[Terms] | None
@@ -41,7 +41,8 @@ class LLM:
     """A target with its draft sources. Threads may share one; they take turns step by step.
 
     Args:
-        model: name, directory or GGUF file; None for the default target.
+        model: name, directory or GGUF file; None for the default target. A model of transformers
+            is taken over for good: its own `generate` cannot be used afterwards.
         tokenizer: another tokenizer than the model's own: a name, a directory or a `Tokenizer`.
         dtype: "auto", "bfloat16" or "float32".
         speculative_config: who drafts: "auto", vLLM's object, a list of objects and sources, a
@@ -55,7 +56,7 @@ class LLM:
         deterministic: a token does not depend on what shares its forward, so that speculative
             text is plain text even in bf16; None: where the target can.
         device: "auto", "cpu" or "cuda".
-        num_threads: CPU threads; default: as torch has it.
+        num_threads: CPU threads; default: as OUTRIDER_NUM_THREADS says, else as torch has it.
         target: a target that is already loaded, instead of `model`; `tokenizer` is then an object.
         eos_token_ids: what ends a text, an id or several; default: the model's own, with `target`
             the tokenizer's.
@@ -92,35 +93,35 @@ class LLM:
         rules: RulesLike = None,
         enable_prefix_caching: bool = True,
     ) -> None:
-        if num_threads is not None:
-            _set_num_threads(num_threads)
+        set_num_threads(num_threads)
         _check_options(dtype, device, deterministic, seed)
         check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
-        if eos_token_ids is not None:
-            eos_token_ids = _eos_ids(eos_token_ids)
+        given_eos = None if eos_token_ids is None else _eos_ids(eos_token_ids)
+        own_eos: Sequence[int] = ()
         boolean("enable_prefix_caching", enable_prefix_caching)
         document = load_policy(Path(rules)) if isinstance(rules, str | Path) else rules
         LivePolicy(document)
         check_config(speculative_config)  # loading a model takes longer than finding a typo
         _, rule = split_rule(speculative_config)
         is_ours = target is None  # nobody else has anything in its KV
+        self.target_id: str | None = None  # which weights it has, where they were loaded here
         if target is None:
             from outrider.target.load import load_target
 
             target, loaded = load_target(
                 model, dtype, device, max_model_len, deterministic, tokenizer
             )
-            tokenizer = loaded.tokenizer
-            eos_token_ids = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
+            tokenizer, self.target_id = loaded.tokenizer, loaded.identity
+            own_eos = loaded.eos_token_ids
         elif isinstance(target, type) or not hasattr(target, "forward"):
             raise ConfigError(f"target must be a Target that is loaded, got {shown(target)}")
         elif isinstance(tokenizer, str | Path):
             raise ConfigError(f"with a target, tokenizer must be an object, got {shown(tokenizer)}")
-        elif eos_token_ids is None and tokenizer is not None:
-            eos_token_ids = [i for i in (tokenizer.eos_token_id,) if i is not None]
+        elif tokenizer is not None and tokenizer.eos_token_id is not None:
+            own_eos = [tokenizer.eos_token_id]
         self.target: Target = target
         self.tokenizer: Any = tokenizer  # a Tokenizer, or anything with its methods
-        self.eos_token_ids = tuple(eos_token_ids or ())
+        self.eos_token_ids = _known_eos(given_eos, own_eos, target.vocab_size)
         sources = build_sources(
             speculative_config, _draft_model_loader(dtype, device), rule, self.tokenizer, target
         )
@@ -364,6 +365,15 @@ def _eos_ids(given: Any) -> list[int]:
     return token_ids("eos_token_ids", given)
 
 
+def _known_eos(given: Sequence[int] | None, own: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """What ends a text. Files may name tokens that the model has no logits of; users may not."""
+    if given is None:
+        return tuple(token for token in own if 0 <= token < vocab_size)
+    for token in given:
+        integer("a token id in eos_token_ids", token, 0, vocab_size - 1)
+    return tuple(given)
+
+
 def _token_bytes(target: Target, sources: Sequence[DraftSource], keeps_features: bool) -> int:
     """What a token takes in the KV cache, with the features that drafters want of known texts."""
     layers = layers_read(sources, target.num_layers)
@@ -400,15 +410,6 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _set_num_threads(num_threads: int) -> None:
-    from outrider.native import library
-
-    torch.set_num_threads(check_num_threads(num_threads))
-    lib = library()
-    if lib is not None:
-        lib.outrider_set_num_threads(num_threads)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How many CPU threads may be asked for, and where; and when torch must not use them."""
+"""How many CPU threads are used, who says so, and when torch must not use them."""
 
 import os
 from collections.abc import Iterator
@@ -32,6 +32,28 @@ def num_threads_of_environment() -> int | None:
     if not text:
         return None
     return check_num_threads(int(text) if text.isdecimal() and len(text) < 10 else text, VARIABLE)
+
+
+def set_num_threads(asked: int | None = None, name: str = "num_threads") -> int:
+    """Have torch and the kernels use as many threads as are asked for; None leaves them as they
+    are, which is at first what `OUTRIDER_NUM_THREADS` says, else what torch has. Returns how many
+    the kernels use.
+
+    Raises:
+        ConfigError: as `check_num_threads`.
+    """
+    import torch
+
+    from outrider.native import library
+
+    if asked is not None:
+        check_num_threads(asked, name)
+    lib = library()
+    if asked is not None:
+        torch.set_num_threads(asked)
+        if lib is not None:
+            lib.outrider_set_num_threads(asked)
+    return torch.get_num_threads() if lib is None else lib.outrider_num_threads()
 
 
 @contextmanager

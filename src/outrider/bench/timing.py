@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from outrider.threads import set_num_threads
+
 QUARTILES_FROM = 5  # values; of fewer the whole range is shown
 
 
@@ -66,12 +68,13 @@ def seconds(action: Callable[[], Any]) -> float:
     return perf_counter() - started
 
 
-def pin(num_threads: int) -> None:
-    """Give this process as many cores as threads, where the system can."""
-    torch.set_num_threads(num_threads)
+def pin(num_threads: int | None) -> None:
+    """Give this process as many cores as threads, see `set_num_threads`, where the system can."""
+    count = set_num_threads(num_threads)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[:num_threads])
+        os.sched_setaffinity(0, cores[:count])
+        set_num_threads(count)  # the kernels' threads start anew, on these cores
 
 
 def read_bandwidth(num_bytes: int = 512 << 20, repeats: int = 5) -> float:

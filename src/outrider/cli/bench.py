@@ -137,7 +137,7 @@ def _settings(workload: WorkloadOptions, measure: MeasureOptions) -> "Settings":
 def _pin(model: ModelOptions) -> None:
     from outrider.bench.timing import pin
 
-    pin(model.num_threads or cpu_threads())
+    pin(model.num_threads)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import typer
 from outrider.checks import shown
 from outrider.cli.options import MODEL_PANEL, ModelOptions
 from outrider.errors import ConfigError
+from outrider.threads import set_num_threads
 
 WORKLOAD_PANEL = "Workload"
 MEASURE_PANEL = "Measuring"
@@ -298,7 +299,5 @@ def check_combination(given: dict[str, str], speed_only: bool, subcommand: str |
 
 
 def cpu_threads() -> int:
-    """As many as torch uses."""
-    import torch
-
-    return torch.get_num_threads()
+    """As many as the kernels use."""
+    return set_num_threads()

@@ -10,7 +10,7 @@ import typer
 
 from outrider.cli.options import Device, ModelName, NumThreads
 from outrider.errors import ConfigError
-from outrider.threads import check_num_threads
+from outrider.threads import check_num_threads, set_num_threads
 
 if TYPE_CHECKING:
     from outrider.target.load import LoadedModel
@@ -42,11 +42,7 @@ class TargetOptions:
 
     def set_threads(self) -> int:
         """Use the threads that are asked for; returns how many there are."""
-        import torch
-
-        if self.num_threads is not None:
-            torch.set_num_threads(self.num_threads)
-        return torch.get_num_threads()
+        return set_num_threads(self.num_threads, "--num-threads")
 
     def find(self) -> "LoadedModel":
         """The model, found and read, not yet built."""

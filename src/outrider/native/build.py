@@ -32,18 +32,21 @@ REASON_LENGTH = 100  # characters of a compiler's complaint that are shown
 def library() -> ctypes.CDLL | None:
     """The kernels, compiled for this machine; None (with one log line) where that fails.
 
-    `OUTRIDER_NATIVE=0` turns them off; `OUTRIDER_NUM_THREADS` says how many threads they use.
+    `OUTRIDER_NATIVE=0` turns them off; `OUTRIDER_NUM_THREADS` says how many threads they and torch
+    use.
 
     Raises:
         ConfigError: one of these variables, `CXX` or the cache directory cannot be used.
     """
-    num_threads = num_threads_of_environment() or torch.get_num_threads()
+    num_threads = num_threads_of_environment()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     wanted = os.environ.get("OUTRIDER_NATIVE") or "1"
     if wanted not in ("0", "1"):
         raise ConfigError(f"OUTRIDER_NATIVE must be 0 or 1, got {wanted!r}")
     lib = _load(_compiler()) if wanted == "1" else None
     if lib is not None:
-        lib.outrider_set_num_threads(num_threads)
+        lib.outrider_set_num_threads(torch.get_num_threads())
     return lib
 
 

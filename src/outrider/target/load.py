@@ -4,6 +4,7 @@ A GGUF file becomes a directory of safetensors, config.json and tokenizer.json i
 later start maps the weights from there and imports no transformers.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from outrider.errors import ModelError, TokenizerMismatch
 from outrider.machine import cpu_flags
+from outrider.target.attention import IMPLEMENTATION
 from outrider.target.base import Target
 from outrider.target.convert import converted
 from outrider.target.find import find_model
@@ -31,6 +33,8 @@ DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
 }
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+SAMPLE = 64 << 10  # bytes of either end of a file of weights that tell it from another
 # Instruction sets with bf16 products; without them bf16 is emulated and slower than fp32.
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # "bf16" is ARM's
 
@@ -47,6 +51,13 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...] = ()
     directory: Path | None = None  # config.json and weights; None: only `module`
     module: "PreTrainedModel | None" = None
+    source: Path | None = None  # a GGUF file, or `directory`
+
+    @property
+    def identity(self) -> str | None:
+        """Tells models of one name apart: a hash of the configuration and of each file of weights
+        (its size and both ends); None of a module, which has no files."""
+        return None if self.source is None else _identity(self.source)
 
     def config_object(self) -> Any:
         """The configuration as an object; transformers' own only where it has to compute."""
@@ -159,7 +170,8 @@ def load_model(
     if model is not None and not isinstance(model, str | Path):
         return _from_module(model, dtype, where, tokenizer)
     kind = resolve_dtype(dtype, where)
-    path, name = find_model(model)
+    source, name = find_model(model)
+    path = source
     if path.suffix == ".gguf":
         path = converted(path, kind)
         config = json.loads((path / "config.json").read_text())
@@ -171,7 +183,7 @@ def load_model(
     if tokenizer is not None and found is not None:
         _check_tokenizer(name, found, own, config)
     eos = _eos_ids(path, config, found)
-    return LoadedModel(name, config, found, kind, where, eos, directory=path)
+    return LoadedModel(name, config, found, kind, where, eos, directory=path, source=source)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -240,6 +252,22 @@ def _check_tokenizer(
         )
 
 
+def _identity(source: Path) -> str:
+    found = hashlib.sha256()
+    files = [source]
+    if source.is_dir():
+        found.update((source / "config.json").read_bytes())
+        files = sorted(path for pattern in WEIGHTS for path in source.glob(pattern))
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"|{path.name if source.is_dir() else ''}|{size}|".encode())
+        with path.open("rb") as file:
+            found.update(file.read(SAMPLE))
+            file.seek(max(0, size - SAMPLE))
+            found.update(file.read())
+    return found.hexdigest()[:16]
+
+
 def _mapped(files: list[Path]) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
@@ -282,6 +310,8 @@ def _from_module(
             f"expected a name, a path or a model of transformers, got {type(model).__name__}"
         )
     kind = model.dtype if dtype == "auto" else resolve_dtype(dtype, device)
+    if kind != model.dtype and model.config._attn_implementation == IMPLEMENTATION:
+        raise ModelError(f"the model is a target in {model.dtype} already, it cannot be in {kind}")
     config = model.config.get_text_config(decoder=True).to_dict()
     found = resolve_tokenizer(tokenizer)
     name = model.name_or_path or type(model).__name__

@@ -48,6 +48,9 @@ def model_gguf(model: str | None) -> Path | None:
 def converted_for(peer: Peer, model: Path) -> Path:
     """The model in a format of the peer's own, made by its command.
 
+    Args:
+        model: as `model_directory` gives it: its name tells its weights.
+
     Raises:
         ConfigError: the command failed.
     """
@@ -78,8 +81,8 @@ def _made_once(
     kind: str, model: str | None, dtype: str, write: Callable[[LoadedModel, Path], None]
 ) -> Path:
     loaded = load_model(model, dtype)
-    source = loaded.directory.name if loaded.directory is not None else loaded.name
-    target = cache_dir("peer-models") / f"{source}-{kind}"
+    name = loaded.name.replace("/", "--")
+    target = cache_dir("peer-models") / f"{name}-{loaded.identity}-{kind}"
     if not target.is_dir():
         work = Path(tempfile.mkdtemp(dir=target.parent))
         try:
