@@ -139,6 +139,8 @@ def _provenance(answers: Path, model: str, tables: Sequence[Table]) -> dict[str,
 def all_prompts(problems: Path) -> list[str]:
     """The three kinds in turn, so that a run that is cut short has some of each."""
     lines = problems.read_text(encoding="utf-8").splitlines()
+    if len(lines) < NUM_PROBLEMS:
+        sys.exit(f"{problems} holds {len(lines)} problems, expected {NUM_PROBLEMS} or more")
     school = [json.loads(line)["turns"][0] for line in lines[:: len(lines) // NUM_PROBLEMS]]
     kinds = [school[:NUM_PROBLEMS], code_prompts(SEED), chat_prompts(SEED)]
     return list(dict.fromkeys(_spread(kinds)))

@@ -3,7 +3,9 @@
 That the packages themselves agree is tested in tests/exchange.
 """
 
+import functools
 import json
+import operator
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from test_checkpoints import (
 )
 from transformers import LlamaConfig
 
-from outrider.checkpoints import export_drafter, load_drafter, save_drafter
+from outrider.checkpoints import FORMATS, export_drafter, load_drafter, save_drafter
 from outrider.checkpoints.find import algorithm_at
 from outrider.errors import DataError
 
@@ -204,6 +206,42 @@ def test_what_cannot_be_run_is_named(name, change, message, tmp_path):
     change_config(tmp_path / "theirs", change)
     with pytest.raises(DataError, match=message):
         load_drafter(tmp_path / "theirs")
+
+
+ODD = [None, -1, "x", True, [1], ["x"], {"a": []}]
+
+
+def odd_places(values: dict, path: tuple = ()) -> list[tuple]:
+    """Every key of a config.json, and of the objects and lists in it."""
+    found = []
+    for key, value in values.items():
+        found.append((*path, key))
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        found += odd_places(inner, (*path, key)) if isinstance(inner, dict) else []
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["speculators, eagle3", "speculators, dspark", "z-lab, dflash", "deepspec, dspark"]
+)
+def test_odd_values_of_any_key_are_refused_or_harmless(name, tmp_path, monkeypatch):
+    directory = tmp_path / "theirs"
+    export(make(name), directory, HELD[name][0])
+    for module in FORMATS.values():  # values, no tensors
+        monkeypatch.setattr(module, "read_drafter", lambda _, config: config)
+    whole = json.loads((directory / "config.json").read_text())
+    num_refused = 0
+    for path in odd_places(whole):
+        for value in ODD:
+            values = json.loads(json.dumps(whole))
+            inside = functools.reduce(operator.getitem, path[:-1], values)
+            inside[path[-1]] = value
+            (directory / "config.json").write_text(json.dumps(values))
+            try:
+                load_drafter(directory)
+            except DataError:
+                num_refused += 1
+    assert num_refused > 30
 
 
 @pytest.mark.parametrize(

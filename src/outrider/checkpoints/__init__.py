@@ -73,7 +73,7 @@ def save_drafter(
 
     Args:
         target: what it drafts for: name, fingerprint of the tokenizer, vocab_size, hidden_size,
-            num_layers. JSON.
+            num_layers, target_id of the weights. JSON.
         provenance: how it was made. JSON.
 
     Raises:

@@ -14,6 +14,7 @@ from outrider.drafters.blocks import Rotary
 from outrider.errors import ConfigError, DataError
 
 EMBEDDING, HEAD = "own_embedding", "own_head"
+CALIBRATED = {"temperatures", "shifts"}  # what calibration sets, in float32
 SHOWN = 5  # tensors that a message names
 
 
@@ -57,7 +58,7 @@ def build_from(
 
 def tensors_of(drafter: Drafter, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """The state of a drafter to store: parameters in `dtype`, d2t int32, calibration float32."""
-    kept = {"d2t": torch.int32, "temperatures": torch.float32, "shifts": torch.float32}
+    kept = {"d2t": torch.int32, **dict.fromkeys(CALIBRATED, torch.float32)}
     return {
         name: value.detach().cpu().to(kept.get(name, dtype))
         for name, value in drafter.state_dict().items()

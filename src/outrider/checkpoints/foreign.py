@@ -4,6 +4,7 @@ Defaults that a config.json leaves out are those of transformers. What our layer
 sliding windows, biases or scaled rotation, is refused by its name.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from outrider.checkpoints.build import EMBEDDING, HEAD, build_from, tensors_of
 from outrider.checkpoints.files import read_tensors
-from outrider.checks import integer, shown
+from outrider.checks import integer, number, shown
 from outrider.drafters import Drafter, DrafterConfig
 from outrider.errors import ConfigError, DataError
 
@@ -55,11 +56,16 @@ def shape_of(values: Mapping[str, Any], source: object) -> dict[str, Any]:
         "num_kv_heads": layers.num_key_value_heads,
         "head_dim": layers.head_dim,
         "vocab_size": layers.vocab_size,
-        "rope_theta": float(layers.rope_parameters["rope_theta"]),
+        "rope_theta": _rope_theta(layers.rope_parameters, source),
         "norm_epsilon": float(layers.rms_norm_eps),
         "max_position": layers.max_position_embeddings,
         "qk_norm": model_type == "qwen3",
     }
+
+
+def _rope_theta(rope: Mapping[str, Any], source: object) -> float:
+    most = sys.float_info.max
+    return number(f"rope_theta of {source}", rope.get("rope_theta"), 0.0, most, DataError, True)
 
 
 def _refuse_variants(layers: Any, source: object) -> None:

@@ -1,7 +1,8 @@
 """outrider's own format: the configuration as it is, what it was made for, and how.
 
 config.json         {"format": "outrider drafter", "version": 1, "drafter": DrafterConfig,
-                     "target": {name, fingerprint, vocab_size, hidden_size, num_layers, ...},
+                     "target": {name, fingerprint, vocab_size, hidden_size, num_layers,
+                                target_id, ...},
                      "provenance": {...}}
 model.safetensors   the module's state, bf16; d2t int32, temperatures and shifts float32
 """

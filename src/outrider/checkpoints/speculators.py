@@ -50,7 +50,7 @@ def is_theirs(config: dict[str, Any]) -> bool:
 def read(directory: Path, values: dict[str, Any]) -> Drafter:
     """See `load_drafter`."""
     algorithm = values["speculators_model_type"]
-    if algorithm not in ARCHITECTURES:
+    if not isinstance(algorithm, str) or algorithm not in ARCHITECTURES:
         raise DataError(
             f"{directory} is a speculator of the type {shown(algorithm)}, expected one of "
             f"{sorted(ARCHITECTURES)}"
@@ -116,6 +116,10 @@ def _proposed(values: dict[str, Any], source: Path) -> int:
         method = values["speculators_config"]["proposal_methods"][0]
     except (KeyError, IndexError, TypeError):
         raise DataError(f"config.json of {source} has no proposal_methods") from None
+    if not isinstance(method, dict):
+        raise DataError(
+            f"proposal_methods of {source} must be a list of objects, got {shown(method)} in it"
+        )
     return whole("speculative_tokens", method, source)
 
 
