@@ -16,6 +16,7 @@ from outrider.checkpoints import load_drafter, save_drafter
 from outrider.checkpoints.files import CONFIG, WEIGHTS
 from outrider.target.load import load_model
 from outrider.training.build import attach_target
+from outrider.training.dataset import unlike
 from outrider.training.log import read_log
 from outrider.training.run import target_json
 
@@ -56,7 +57,7 @@ def ship_drafter(finished: Finished, into: Path) -> None:
     source = finished.runs[-1] / "drafter"
     loaded, target = load_drafter(source), load_model(None)
     about = target_json(target)
-    if loaded.target != about:
+    if unlike(loaded.target, about):
         sys.exit(f"{source} was made for {loaded.target}, expected the default target {about}")
     attach_target(loaded.drafter, target.state_dict())  # its own embedding and head go, if equal
     shared = shared_matrices(loaded.drafter.state_dict(), target.state_dict())

@@ -333,6 +333,21 @@ def test_commands_without_their_files_say_so(model, tmp_path, monkeypatch, capsy
     assert "has no config.json" in told("calibrate", tmp_path, "--data", tmp_path)
 
 
+@pytest.mark.parametrize("count", [0, 2, 3])
+@pytest.mark.parametrize(
+    "given", ['{"method": "auto"}', '{"rejection_sample_method": "block"}', '[{"method": "auto"}]']
+)
+def test_what_makes_no_source_or_several_is_no_drafter(
+    given: str, count: int, model, prompts, monkeypatch, capsys
+) -> None:
+    sources = [ScriptedSource({}) for _ in range(count)]
+    for number, source in enumerate(sources):
+        source.name = f"source {number}"
+    monkeypatch.setattr("outrider.drafting.build._default", lambda _: sources)  # what ships
+    told = refused(monkeypatch, capsys, "eval", given, "--model", model, "--workload", prompts)
+    assert f"DRAFTER must be one source, {'{'}" in told and f"makes {count}: [" in told
+
+
 def test_packaged_recipes_are_recipes() -> None:
     names = packaged_recipes()
     assert names == ["dflash", "dspark", "eagle3", "medusa", "mtp", "pard", "peagle"]

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 import build_default_drafters as script  # noqa: E402
+import build_default_table  # noqa: E402
 import drafter_shipping as shipping  # noqa: E402
 from default_drafters import WHOLE, Stage, tiny  # noqa: E402
 
@@ -255,6 +256,18 @@ def test_drafters_of_others_too_large_or_not_their_own_do_not_ship(
     name, matrix = next((n, p) for n, p in toy_drafter("eagle3").named_parameters() if p.dim() == 2)
     weights["model.layers.0.mlp.up_proj.weight"] = matrix.detach().bfloat16()
     refused(f"holds what its target has: {name}")
+
+
+@pytest.mark.parametrize("count", [0, 3, 1599, 1600, 4000])
+def test_a_table_needs_enough_problems(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"problem {n}"]}) + "\n" for n in range(count)))
+    if count < build_default_table.NUM_PROBLEMS:
+        with pytest.raises(SystemExit, match=f"holds {count} problems, expected 1600 or more"):
+            build_default_table.all_prompts(path)
+    else:
+        found = build_default_table.all_prompts(path)
+        assert sum(prompt.startswith("problem ") for prompt in found) == 1600
 
 
 def test_the_tiny_plan_is_the_whole_one_with_less_of_everything() -> None:

@@ -37,6 +37,7 @@ from outrider.training.features import (
     LiveFeatures,
     feature_reader,
 )
+from outrider.training.hold import held
 from outrider.training.log import Log, read_log
 from outrider.training.plot import draw_curve
 from outrider.training.recipe import read_recipe, recipe_of
@@ -124,10 +125,11 @@ def test_what_was_logged_after_the_last_checkpoint_comes_again_once(places, tmp_
     kept = (tmp_path / "run" / STATE).read_bytes()
     trained(run, 5)  # killed here, with the state of step 3 on disk and half a line in the log
     (tmp_path / "run" / STATE).write_bytes(kept)
-    (tmp_path / "run" / f".{STATE}.abc").write_bytes(b"half")
+    (tmp_path / "run" / f".{STATE}.abcdefgh").write_bytes(b"half")
     with (tmp_path / "run" / "log.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    trained(Run(recipe, inputs(places, tmp_path / "run")))
+    with held(tmp_path / "run"):
+        trained(Run(recipe, inputs(places, tmp_path / "run")))
     assert log_of(tmp_path / "run") == expected
     assert not list((tmp_path / "run").glob(f".{STATE}.*"))
 

@@ -184,14 +184,14 @@ def test_a_header_of_features_says_what_they_are(missing: str, places, tmp_path)
     header = read_header(features / "features.json", "outrider training features")
     content = {k: v for k, v in header.items() if k not in (missing, "kind")}
     write_header(features / "features.json", "outrider training features", content)
-    with pytest.raises(DataError, match=r"names no layer_ids|other data|the target None"):
+    with pytest.raises(DataError, match=r"names no layer_ids|other data|target was None"):
         Run(recipe_of(toy_recipe()), inputs(places, tmp_path / "run", features=features))
 
 
 def test_features_of_another_target_are_refused(places, tmp_path) -> None:
     loaded, data = load_model(str(places["model"])), Data(places["data"])
     loaded.name = "sibling"
-    with pytest.raises(DataError, match="of the target 'model', expected those of 'sibling'"):
+    with pytest.raises(DataError, match="another target than sibling: target was model, is sib"):
         feature_source(loaded, data, (0,), places["features"])
 
 
@@ -260,6 +260,16 @@ def test_states_that_are_damaged(key: str, value: object, begun: Run) -> None:
         return  # harmless
     with pytest.raises(TrainingError, match=r"is none of a run, or damaged|another recipe"):
         begun.trainer.load_state(state | {key: value})
+
+
+def test_steps_that_no_report_told_of_are_where_the_training_is(begun: Run, monkeypatch) -> None:
+    state = begun.trainer.state()
+    state["pending"] = [{"by_depth": torch.zeros(3, 3), "weight": 1.0}]
+    monkeypatch.setattr(begun.trainer, "_device", torch.device("meta"))
+    begun.trainer.load_state(state)
+    [sums] = begun.trainer._pending
+    assert sums.by_depth.device.type == "meta"
+    begun.trainer._pending.clear()
 
 
 @pytest.mark.parametrize("state", [torch.zeros(3), [], "x", {}, 5])

@@ -19,14 +19,15 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}(bot){% endif %}"
 )
 MASK = "<pad>"
+MASKED = {"mask_token": MASK, "target_layer_ids": [0, 1]}
 SHAPES: dict[str, dict[str, Any]] = {  # of the smallest drafters of every algorithm
-    "dspark": {"target_layer_ids": [0, 1], "markov_rank": 8, "confidence_head": True},
-    "dflash": {"target_layer_ids": [0, 1]},
+    "dspark": {**MASKED, "markov_rank": 8, "confidence_head": True},
+    "dflash": MASKED,
     "eagle3": {"target_layer_ids": [0, 1]},
-    "peagle": {"target_layer_ids": [0, 1]},
+    "peagle": MASKED,
     "mtp": {"target_layer_ids": [2]},
     "medusa": {"target_layer_ids": [2]},
-    "pard": {"copy_layers": [0]},
+    "pard": {"mask_token": MASK, "copy_layers": [0]},
 }
 
 
@@ -34,7 +35,7 @@ def toy_recipe(algorithm: str = "dspark", **training: Any) -> dict[str, Any]:
     """A recipe as plain objects, for the toy target."""
     shape = {"algorithm": algorithm, "draft_vocab_size": 64, "num_draft_tokens": 3}
     return {
-        "drafter": {**shape, "mask_token": MASK, **SHAPES[algorithm]},
+        "drafter": {**shape, **SHAPES[algorithm]},
         "training": {
             "steps": 6,
             "tokens_per_pack": 128,

@@ -120,5 +120,10 @@ def _train(run: "Run", pace: "Pace", provenance: dict[str, Any]) -> None:
                     f"stopped at step {run.trainer.step:,} and saved; the same command goes on"
                 )
             raise SystemExit(128 + stop.number)
-    if run.world.is_first:
+    if not run.world.is_first:
+        return
+    done = run.finished()
+    if done is None:
         print_result(output(), run.finish(provenance))
+    else:
+        output().print(f"the run has ended, its drafter is {done}", soft_wrap=True)

@@ -3,13 +3,14 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.options import MODEL_PANEL, ModelOptions
 from outrider.cli.train_options import about, bar, check_layers, layer_numbers
 from outrider.errors import ConfigError
+from outrider.threads import set_num_threads
 
 if TYPE_CHECKING:
     from outrider.training.beginnings import Beginning
@@ -86,6 +87,8 @@ def data(
 
     if not prompts and not self_prompts:
         raise ConfigError("nothing to answer: give --prompts, --self-prompts or both")
+    if features is not None and features.resolve() == output.resolve():
+        raise ConfigError(f"--features must be another directory than that of the data, {output}")
     parse_speculative_config(model.speculative_config)
     plan = Plan(
         prompts=tuple(read_workload(prompts).prompts) if prompts else (),
@@ -99,7 +102,8 @@ def data(
     )
     needed = model.max_num_seqs * (max_tokens + PROMPT_ROOM)
     room = model.kv_cache_tokens or max(LEAST_ROOM, needed)
-    recording = _recording(model, features, layers)
+    made = about(set_num_threads(model.num_threads, "--num-threads"), seed=seed)
+    recording = _recording(model, features, layers, made)
     also = [recording.recorder] if recording else []
     llm = replace(model, kv_cache_tokens=room).load(also=also)
     console = messages()
@@ -107,7 +111,7 @@ def data(
         for directory in (output, *([features] if features else [])):
             stack.enter_context(held(directory))
         advance = stack.enter_context(bar("prompts", plan.num_prompts))
-        for done in generate(llm, plan, output, about(_threads(), seed=seed), recording):
+        for done in generate(llm, plan, output, made, recording):
             advance(done.num_prompts)
             console.print(
                 f"shard {done.index + 1} of {plan.num_shards}: {done.num_texts} texts, "
@@ -119,7 +123,7 @@ def data(
 
 
 def _recording(
-    model: ModelOptions, directory: Path | None, layers: str | None
+    model: ModelOptions, directory: Path | None, layers: str | None, provenance: dict[str, Any]
 ) -> "Recording | None":
     """Features kept on the way, which costs less than `outrider train features` afterwards."""
     from outrider.target.load import load_model
@@ -134,14 +138,8 @@ def _recording(
     numbers = layer_numbers(layers)
     loaded = load_model(model.model, model.dtype, model.device, model.tokenizer)
     check_layers(numbers, loaded)
-    header = about_features(loaded, numbers) | {"provenance": about(_threads())}
+    header = about_features(loaded, numbers) | {"provenance": provenance}
     return Recording(directory, Recorder(loaded, numbers), header)
-
-
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 def _conclude(directory: Path) -> None:

@@ -168,14 +168,16 @@ def calibrate(
     from outrider.cli.console import messages
     from outrider.training.calibrate import recalibrate
     from outrider.training.dataset import Data
-    from outrider.training.run import drafter_at
+    from outrider.training.run import drafter_held
 
-    directory = drafter_at(path)
-    loaded = load_drafter(directory)
-    if loaded.format != OURS:
-        raise DataError(f"{directory} has the format {loaded.format}, which keeps no calibration")
     target.set_threads()
-    found = recalibrate(loaded, directory, Data(data), target.find(), features)
+    with drafter_held(path) as directory:
+        loaded = load_drafter(directory)
+        if loaded.format != OURS:
+            raise DataError(
+                f"{directory} has the format {loaded.format}, which keeps no calibration"
+            )
+        found = recalibrate(loaded, directory, Data(data), target.find(), features)
     before, after = found.mean_errors
     temperatures, shifts = (
         " ".join(f"{value:.2f}" for value in values)

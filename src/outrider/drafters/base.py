@@ -75,6 +75,8 @@ class Drafter(nn.Module):
     """
 
     needs_mask_token = False
+    # Fields of a recipe's DrafterShape that decide something, besides those that all of them have.
+    shape_keys: frozenset[str] = frozenset()
     layer_ids_range = (1, 64)  # how many layers of the target it can read
 
     embedding: torch.Tensor  # [V, H]

@@ -96,6 +96,9 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+OF_LAYERS = frozenset({"qk_norm", "copy_layers"})  # see Drafter.shape_keys
+
+
 class DecoderLayer(nn.Module):
     """Llama's block; with a second input, EAGLE-3's first layer (its attention reads 2 H)."""
 

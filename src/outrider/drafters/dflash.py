@@ -14,7 +14,7 @@ from torch import nn
 
 from outrider.drafters.attention import chain_attention
 from outrider.drafters.base import Drafter, Guesses, Texts, grid
-from outrider.drafters.blocks import DecoderLayer, RMSNorm
+from outrider.drafters.blocks import OF_LAYERS, DecoderLayer, RMSNorm
 from outrider.drafters.config import DrafterConfig
 
 
@@ -22,6 +22,7 @@ class DFlash(Drafter):
     """See the module."""
 
     needs_mask_token = True
+    shape_keys = OF_LAYERS | {"num_layers", "mask_token"}
     first_slot = 1  # the slot that says the first draft token
 
     def __init__(self, config: DrafterConfig) -> None:

@@ -84,6 +84,7 @@ class ConfidenceHead(nn.Module):
 class DSpark(DFlash):
     """See the module."""
 
+    shape_keys = DFlash.shape_keys | {"markov_rank", "markov_head", "confidence_head"}
     first_slot = 0
 
     def __init__(self, config: DrafterConfig) -> None:

@@ -8,13 +8,15 @@ vLLM. The state that is fed back is the one before the last norm.
 import torch
 from torch import nn
 
-from outrider.drafters.blocks import DecoderLayer, RMSNorm
+from outrider.drafters.blocks import OF_LAYERS, DecoderLayer, RMSNorm
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.recurrent import Recurrent
 
 
 class Eagle3(Recurrent):
     """See the module."""
+
+    shape_keys = OF_LAYERS | {"num_layers", "norm_before_fc", "norm_before_residual"}
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)

@@ -16,6 +16,7 @@ class Medusa(Drafter):
     """See the module."""
 
     layer_ids_range = (1, 1)
+    shape_keys = frozenset({"num_layers"})
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)

@@ -15,7 +15,7 @@ from torch import nn
 
 from outrider.drafters.attention import causal_attention
 from outrider.drafters.base import Guesses, Texts, grid
-from outrider.drafters.blocks import DecoderLayer, RMSNorm
+from outrider.drafters.blocks import OF_LAYERS, DecoderLayer, RMSNorm
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.recurrent import Recurrent
 
@@ -39,6 +39,7 @@ class MTP(Recurrent):
     """See the module. `layers[k]` is the block of module k."""
 
     layer_ids_range = (1, 1)
+    shape_keys = OF_LAYERS | {"num_modules"}
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)

@@ -7,7 +7,7 @@ It reads tokens alone, no features, so it drafts for any target of its vocabular
 import torch
 from torch import nn
 
-from outrider.drafters.blocks import DecoderLayer
+from outrider.drafters.blocks import OF_LAYERS, DecoderLayer
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.masked import Masked
 
@@ -16,6 +16,7 @@ class Pard(Masked):
     """See the module."""
 
     layer_ids_range = (0, 0)
+    shape_keys = OF_LAYERS | {"num_layers", "mask_token"}
     shift = 0
 
     def __init__(self, config: DrafterConfig) -> None:

@@ -8,7 +8,7 @@ fusion, as the released models keep it. The mask token is one the target never u
 import torch
 from torch import nn
 
-from outrider.drafters.blocks import DecoderLayer, RMSNorm
+from outrider.drafters.blocks import OF_LAYERS, DecoderLayer, RMSNorm
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.masked import Masked
 
@@ -16,6 +16,7 @@ from outrider.drafters.masked import Masked
 class PEagle(Masked):
     """See the module."""
 
+    shape_keys = OF_LAYERS | {"num_layers", "mask_token", "norm_before_fc", "norm_before_residual"}
     shift = 1
 
     def __init__(self, config: DrafterConfig) -> None:

@@ -1,5 +1,6 @@
 """A fresh drafter for a target: shape from the recipe, a vocabulary from the data, a good start."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.checks import shown
 from outrider.drafters import (
     ALGORITHMS,
     Drafter,
@@ -96,6 +98,14 @@ def _check_shape(shape: DrafterShape, mask_token_id: int | None) -> None:
     kind = ALGORITHMS.get(shape.algorithm)
     if kind is None:
         return  # make_drafter says so
+    every = {"algorithm", "target_layer_ids", "draft_vocab_size", "num_draft_tokens"}
+    for each in dataclasses.fields(shape):
+        value = getattr(shape, each.name)
+        if each.name not in kind.shape_keys | every and value != each.default:
+            raise ConfigError(
+                f"{shape.algorithm} has no {each.name}, and the recipe says {shown(value)}: "
+                f"expected {shown(each.default)}, or none; it has {sorted(kind.shape_keys)}"
+            )
     if kind.needs_mask_token and mask_token_id is None:
         raise ConfigError(
             f"{shape.algorithm} needs mask_token: a token of the target that texts never hold"

@@ -24,7 +24,7 @@ from outrider.errors import DataError
 from outrider.target.load import LoadedModel
 from outrider.training.batches import Place, places_of, split
 from outrider.training.build import attach_target
-from outrider.training.dataset import Data, check_made_for, check_target
+from outrider.training.dataset import TARGET_ID, Data, check_made_for, check_target, unlike
 from outrider.training.evaluate import Judged, judge
 from outrider.training.features import feature_source
 from outrider.training.losses import LossWeights
@@ -118,6 +118,12 @@ def recalibrate(
     drafter, provenance = loaded.drafter, loaded.config["provenance"]
     check_drafter(drafter.config, model.config_object())
     check_made_for(loaded, directory, model.name, model.tokenizer)
+    differs = unlike(loaded.target, {TARGET_ID: model.identity})
+    if differs:
+        raise DataError(
+            f"{directory} was made for other weights of {loaded.target.get('name')} than those of "
+            f"{model.name}: {differs}"
+        )
     check_target(data, model)
     source, count = feature_source(model, data, drafter.config.target_layer_ids, features)
     held = _held_out(provenance, directory, data, count)

@@ -9,7 +9,7 @@ Shape legend: N tokens of a shard, D texts of it, F feature width, H hidden.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from outrider.tokenizer import Tokenizer
 
 KIND = "outrider training data"
+TARGET_ID = "target_id"  # which weights the target had, see `LoadedModel.identity`
 
 
 @dataclass(slots=True)
@@ -257,6 +258,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"cannot write {path}: {reason}") from error
+
+
+def unlike(header: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """What differs between a header and what is expected in it; empty where nothing does.
+
+    The weights of the target are compared where both tell them: directories made earlier do not.
+    """
+    keys = [key for key in about if key != TARGET_ID or (header.get(key) and about[key])]
+    return difference({key: header.get(key) for key in keys}, {key: about[key] for key in keys})
 
 
 def difference(old: Any, new: Any, path: str = "") -> str:

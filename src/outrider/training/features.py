@@ -17,22 +17,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional as F
 
-from outrider.checks import shown
 from outrider.errors import DataError, ModelError
 from outrider.target.base import ForwardBatch, Target
 from outrider.target.kv import pages_for
 from outrider.target.load import LoadedModel, build_target
 from outrider.training.dataset import (
+    TARGET_ID,
     Data,
     Shard,
     difference,
     read_header,
+    unlike,
     write_header,
     write_tensors,
 )
 
 KIND = "outrider training features"
-COMPARED = ("data", "layer_ids", "hidden_size", "target")
+COMPARED = ("data", "layer_ids", "hidden_size", "target", TARGET_ID)
 ROWS = 256  # of one forward
 LAYOUTS = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_oss")
 
@@ -239,11 +240,10 @@ def feature_source(
     """Where features come from, and how many shards have some; None: all."""
     if directory is not None:
         shards = FeatureShards(directory, data, layer_ids)
-        made_by = shards.header.get("target")
-        if made_by != loaded.name:
+        differs = unlike(shards.header, target_names(loaded))
+        if differs:
             raise DataError(
-                f"{directory} holds features of the target {shown(made_by)}, expected those of "
-                f"{loaded.name!r}"
+                f"{directory} holds features of another target than {loaded.name}: {differs}"
             )
         return shards, len(shards)
     return LiveFeatures(feature_reader(loaded, layer_ids), data), None
@@ -293,8 +293,13 @@ def about_features(loaded: LoadedModel, layer_ids: tuple[int, ...]) -> dict[str,
     return {
         "layer_ids": list(layer_ids),
         "hidden_size": loaded.config["hidden_size"],
-        "target": loaded.name,
+        **target_names(loaded),
     }
+
+
+def target_names(loaded: LoadedModel) -> dict[str, Any]:
+    """What tells a target from all others, for headers."""
+    return {"target": loaded.name, TARGET_ID: loaded.identity}
 
 
 def open_features(directory: Path, data: Data, about: dict[str, Any]) -> None:
@@ -310,9 +315,7 @@ def open_features(directory: Path, data: Data, about: dict[str, Any]) -> None:
         write_header(path, KIND, about)
         return
     header = read_header(path, KIND)
-    differs = difference(
-        {key: header.get(key) for key in COMPARED}, {k: about[k] for k in COMPARED}
-    )
+    differs = unlike(header, {key: about.get(key) for key in COMPARED})
     if differs:
         raise DataError(f"{directory} holds other features; give another directory: {differs}")
 

@@ -22,11 +22,12 @@ from outrider.sampling_params import SamplingParams
 from outrider.training.beginnings import Beginning
 from outrider.training.dataset import (
     KIND,
+    TARGET_ID,
     Data,
     Sample,
     Shard,
-    difference,
     read_header,
+    unlike,
     write_header,
     write_shard,
 )
@@ -142,8 +143,9 @@ def generate(
         "plan": plan.as_json(),
         "target": llm.target.name,
         "tokenizer": llm.tokenizer.fingerprint,
+        TARGET_ID: llm.target_id,
     }
-    _open(directory, plan, about)
+    about = _open(directory, plan, about)
     if recording is not None and _shard(directory, 0).exists():
         _open_recorded(recording, Data(directory))
     for index in range(plan.num_shards):
@@ -155,21 +157,26 @@ def generate(
             yield done
 
 
-def _open(directory: Path, plan: Plan, about: dict[str, Any]) -> None:
-    """Make sure that the directory is one of this plan, before its first shard is written."""
+def _open(directory: Path, plan: Plan, about: dict[str, Any]) -> dict[str, Any]:
+    """Make sure that the directory is one of this plan, before its first shard is written.
+
+    Returns what its header says of that; one made earlier says less, and stays as it is.
+    """
     path = directory / "data.json"
     has_shards = any(directory.glob("tokens-*"))
     if path.exists() and has_shards:
         found = read_header(path, KIND)
-        differs = difference({key: found.get(key) for key in about}, about)
+        differs = unlike(found, about)
         if differs:
             raise DataError(f"{directory} holds other data; give another directory: {differs}")
+        about = {key: found[key] for key in about if key in found}
         if _shard(directory, 0).exists():  # a kill may have come between a shard and its count
             _write_about(directory, plan, about, found.get("provenance", {}))
     elif has_shards:
         raise DataError(f"{directory} holds shards of data without their data.json")
     else:
         write_header(path, KIND, {"categories": plan.categories, **about})
+    return about
 
 
 def _open_recorded(recording: Recording, data: Data) -> None:
@@ -237,11 +244,13 @@ def _write(
         if sample is None:
             continue
         if recording is not None:
-            found = recording.recorder.take(sample, _text(output))
+            found = recording.recorder.features(sample, _text(output))
             if found is None:
                 continue
             features.append(found)
         samples.append(sample)
+    if recording is not None:
+        recording.recorder.forget()
     directory.mkdir(parents=True, exist_ok=True)
     if recording is not None:  # first, so that no shard is ever without
         recording.directory.mkdir(parents=True, exist_ok=True)
@@ -311,7 +320,8 @@ def _write_about(
     """data.json of the shards that are there. The id is that of the plan and the first shard, so
     that it stays when more follow, and differs where another machine writes other texts."""
     first = _shard(directory, 0).read_bytes()
-    identity = _hash(json.dumps(about, sort_keys=True), first)
+    asked = {key: value for key, value in about.items() if key != TARGET_ID}
+    identity = _hash(json.dumps(asked, sort_keys=True), first)
     categories = plan.categories
     content = {"id": identity, "categories": categories, **about, "provenance": provenance}
     path = directory / "data.json"

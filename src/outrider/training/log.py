@@ -1,6 +1,7 @@
 """What a run reports, a JSON object per line: `log.jsonl` in its directory."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,7 @@ class Log:
     def __init__(self, directory: Path, step: int, writes: bool = True) -> None:
         self._path = directory / LOG
         self._writes = writes
-        if writes and self._path.exists():
-            lines = read_log(directory)
-            kept = [line for line in lines if line["step"] <= step and not line.get("final")]
-            try:
-                with whole_file(self._path) as file:
-                    file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
-            except OSError as error:
-                raise DataError(f"cannot write {self._path}: {error.strerror}") from error
+        self._keep(lambda line: line["step"] <= step)
 
     def add(self, **line: Any) -> None:
         """Write one line, whole.
@@ -39,9 +33,21 @@ class Log:
         """
         if not self._writes:
             return
+        if line.get("final"):  # of a run that ends again
+            self._keep(lambda old: not old.get("final"))
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise DataError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def _keep(self, chosen: Callable[[dict[str, Any]], bool]) -> None:
+        if not self._writes or not self._path.exists():
+            return
+        kept = [line for line in read_log(self._path.parent) if chosen(line)]
+        try:
+            with whole_file(self._path) as file:
+                file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
         except OSError as error:
             raise DataError(f"cannot write {self._path}: {error.strerror}") from error
 

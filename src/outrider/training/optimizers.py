@@ -16,7 +16,7 @@ def make_optimizers(drafter: Drafter, settings: Optimisation) -> list[torch.opti
     """AdamW for everything, or Muon for the matrices inside layers and AdamW for the rest.
 
     Raises:
-        ConfigError: an unknown optimizer.
+        ConfigError: an unknown optimizer, or Muon for a drafter without such matrices.
     """
     if settings.optimizer not in OPTIMIZERS:
         raise ConfigError(
@@ -27,6 +27,11 @@ def make_optimizers(drafter: Drafter, settings: Optimisation) -> list[torch.opti
         inside = "layers." in name or name.startswith(("fc.", "joins."))
         is_matrix = settings.optimizer == "muon" and inside and parameter.dim() == 2
         (matrices if is_matrix else others).append(parameter)
+    if settings.optimizer == "muon" and not matrices:
+        raise ConfigError(
+            f"optimizer muon is for matrices inside layers, and {drafter.config.algorithm} has "
+            "none: expected adamw"
+        )
     decay = settings.weight_decay
     found: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(

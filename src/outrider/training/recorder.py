@@ -49,7 +49,7 @@ class Recorder(DraftSource):
         self._found[context.token_ids.tobytes()] = whole
 
     def forget(self) -> None:
-        """Drop all texts that were not taken."""
+        """Drop all texts."""
         self._found.clear()
 
     def nothing(self) -> Features:
@@ -59,13 +59,14 @@ class Recorder(DraftSource):
         none = torch.zeros(0)
         return Features(layers, layers.new_zeros(0, width), none, none.int())
 
-    def take(self, sample: Sample, whole_text: bytes) -> Features | None:
+    def features(self, sample: Sample, whole_text: bytes) -> Features | None:
         """Of a sample cut from a text, int32 ids as bytes; None: it came to no end here.
 
         The last token of a text has no features, for it was never run: they are zero.
-        Distributions are worked out for the answer alone, where a drafter is trained.
+        Distributions are worked out for the answer alone, where a drafter is trained. Texts that
+        came more than once are one here.
         """
-        states = self._found.pop(whole_text, None)
+        states = self._found.get(whole_text)
         if states is None:
             return None
         length = len(sample.prompt_token_ids) + len(sample.token_ids)

@@ -9,11 +9,13 @@ drafter/      the result
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints import save_drafter
+from outrider.checkpoints import OURS, load_drafter, save_drafter
+from outrider.checkpoints.build import CALIBRATED, tensors_of
 from outrider.checkpoints.files import check_replaced
 from outrider.drafters import Drafter
 from outrider.errors import DataError
@@ -22,9 +24,17 @@ from outrider.training.batches import AnchorRule, Batches, Place, Shares, places
 from outrider.training.build import build_drafter
 from outrider.training.calibrate import Calibration, calibrate
 from outrider.training.checkpoint import STATE, load_state, save_state
-from outrider.training.dataset import Data, check_target, difference, read_header, write_header
+from outrider.training.dataset import (
+    TARGET_ID,
+    Data,
+    check_target,
+    read_header,
+    unlike,
+    write_header,
+)
 from outrider.training.evaluate import HeldOut, Judged, judge, summarise
-from outrider.training.features import feature_source
+from outrider.training.features import feature_source, target_names
+from outrider.training.hold import held
 from outrider.training.log import Log
 from outrider.training.plot import draw_curve
 from outrider.training.recipe import Recipe
@@ -92,6 +102,20 @@ def drafter_at(path: Path) -> Path:
     return path / DRAFTER
 
 
+@contextmanager
+def drafter_held(path: Path) -> Iterator[Path]:
+    """`drafter_at`, kept from other commands: with all of its run, where it is in one.
+
+    Raises:
+        DataError: as `drafter_at` and `held`; or there is no directory.
+    """
+    home = next((each for each in (path, path.parent) if (each / "run.json").exists()), path)
+    if not home.is_dir():
+        raise DataError(f"no drafter at {path}: expected a directory")
+    with held(home):
+        yield drafter_at(path)
+
+
 def target_json(loaded: LoadedModel) -> dict[str, Any]:
     """What a drafter says of its target."""
     return {
@@ -100,6 +124,7 @@ def target_json(loaded: LoadedModel) -> dict[str, Any]:
         "vocab_size": loaded.config["vocab_size"],
         "hidden_size": loaded.config["hidden_size"],
         "num_layers": loaded.config["num_hidden_layers"],
+        TARGET_ID: loaded.identity,
     }
 
 
@@ -164,6 +189,23 @@ class Run:
             if stopped:
                 return
 
+    def finished(self) -> Path | None:
+        """The drafter, where the directory holds it already: whole, and of these parameters.
+
+        It may have been calibrated anew since, which is to stay.
+        """
+        path = self.inputs.directory / DRAFTER
+        try:
+            loaded = load_drafter(path)
+        except DataError:
+            return None
+        if loaded.format != OURS or "calibration" not in loaded.config["provenance"]:
+            return None
+        ours, theirs = tensors_of(self.drafter), tensors_of(loaded.drafter)
+        fixed = ours.keys() - CALIBRATED
+        same = ours.keys() == theirs.keys() and all(ours[n].equal(theirs[n]) for n in fixed)
+        return path if same else None
+
     def finish(self, provenance: dict[str, Any]) -> Result:
         """Judge, calibrate and write the drafter; for the first process alone."""
         held_out, judged = self._judged()
@@ -212,12 +254,11 @@ class Run:
             "recipe": self.recipe.as_json(),
             "data": self._data.header.get("id"),
             "num_texts": num_texts,
-            "target": self._loaded.name,
+            **target_names(self._loaded),
             "init_from": init and str(init),
         }
         if (directory / STATE).exists():
-            header = read_header(directory / "run.json", KIND)
-            differs = difference({key: header.get(key) for key in about}, about)
+            differs = unlike(read_header(directory / "run.json", KIND), about)
             if differs:
                 raise DataError(
                     f"{directory} holds another run; give another directory, or delete it: "
@@ -227,8 +268,6 @@ class Run:
             write_header(directory / "run.json", KIND, about)
         if self.world.is_first:
             check_replaced(directory / DRAFTER)  # hours before it is written
-            for left in directory.glob(f".{STATE}.*"):  # of a process that was killed
-                left.unlink()
 
     def _drafter(self) -> Drafter:
         """The drafter as training starts."""
@@ -245,7 +284,7 @@ class Run:
             None if start is None else start.token_ids,
         )
         if start is not None:
-            start.give(drafter)
+            start.give(drafter, weights)
             self._earlier = start.seen
         return drafter.to(self._loaded.device)
 

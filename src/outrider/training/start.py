@@ -3,6 +3,7 @@
 Shape legend: U tokens that a drafter can name.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from outrider.checkpoints import OURS, load_drafter
 from outrider.drafters import Drafter
 from outrider.errors import DataError
+from outrider.training.build import attach_target
 from outrider.training.dataset import difference
 
 NAMED = "draft_vocab_size"
@@ -38,14 +40,19 @@ class Start:
         seen = [*about.get("earlier_data", []), about.get("data")]
         return [each for each in dict.fromkeys(seen) if each is not None]
 
-    def give(self, drafter: Drafter) -> None:
+    def give(self, drafter: Drafter, weights: Mapping[str, torch.Tensor]) -> None:
         """Give its parameters to a drafter, which keeps its own for the tokens this one lacks.
+
+        Args:
+            weights: the target's; an embedding or head of the start that is the target's goes.
 
         Raises:
             DataError: they do not fit; the message names what differs.
         """
-        theirs, ours = self._loaded.drafter.state_dict(), drafter.state_dict()
         differs = self._difference(drafter)
+        if not differs:
+            attach_target(self._loaded.drafter, weights)
+        theirs, ours = self._loaded.drafter.state_dict(), drafter.state_dict()
         more = sorted(theirs.keys() - ours.keys())
         if more and not differs:
             differs = f"it has {', '.join(more)}, expected the target's"
@@ -61,6 +68,10 @@ class Start:
 
     def _difference(self, drafter: Drafter) -> str:
         theirs, ours = self._loaded.drafter.config.as_json(), drafter.config.as_json()
+        if not theirs["target_num_layers"]:  # not told
+            theirs["target_num_layers"] = ours["target_num_layers"]
+        if not theirs["markov_rank"]:  # then it reads no token, whatever is told
+            theirs["confidence_sees_token"] = ours["confidence_sees_token"]
         if theirs[NAMED] < ours[NAMED]:
             theirs[NAMED] = ours[NAMED]
         elif theirs == ours and not torch.equal(self.token_ids, drafter.d2t):

@@ -245,6 +245,8 @@ class Trainer:
         self.step = integer("its step", state["step"], 0, self.num_steps)
         self.num_tokens = integer("its num_tokens", state["num_tokens"], 0)
         self._pending = [_Sums(**sums) for sums in state["pending"]]
+        for sums in self._pending:
+            sums.by_depth = sums.by_depth.to(self._device)
 
 
 def autocast(device: torch.device, precision: str) -> Any:
