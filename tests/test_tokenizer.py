@@ -108,6 +108,24 @@ def test_pieces_join_to_the_one_shot_decode(name, data):
     assert "".join(pieces) == tokenizer.decode(ids, skip)
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_behind_a_prompt_pieces_join_to_what_they_add(name, data):
+    tokenizer = TOKENIZERS[name]
+    some = st.integers(0, tokenizer.vocab_size - 1)
+    prompt, ids = (data.draw(st.lists(some, max_size=8)) for _ in range(2))
+    skip = data.draw(st.booleans())
+    before, after = tokenizer.decode(prompt, skip), tokenizer.decode(prompt + ids, skip)
+    stream = tokenizer.stream(skip, prompt)
+    found = "".join([*(stream.push([i]) for i in ids), stream.finish()])
+    if after.startswith(before) and "\ufffd" not in after:  # no character that both have a part of
+        assert found == after[len(before) :]
+    if name != "sentencepiece":  # nothing is stripped, so that a prompt changes nothing
+        assert found == tokenizer.decode(ids, skip)
+        assert [tokenizer.text_of(i) for i in ids] == [tokenizer.decode([i], False) for i in ids]
+
+
 def test_a_character_is_shown_when_its_last_byte_comes():
     tokenizer = TOKENIZERS["byte-level"]
     stream = tokenizer.stream()
@@ -255,6 +273,8 @@ def test_real_tokenizers_stream_exactly(name):
 
     tokenizer = load_model(name).tokenizer
     assert tokenizer is not None
+    for i in range(0, tokenizer.vocab_size, 97):  # their decoders strip nothing
+        assert tokenizer.text_of(i) == tokenizer.decode([i], False)
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text
