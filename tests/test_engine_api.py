@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import ALPHABET, FakeTarget, FakeTokenizer
+from toy_models import toy_model, toy_tokenizer
 
 import outrider
 from outrider import LLM, Draft, DraftSource, SamplingParams, ScriptedSource
@@ -377,6 +378,43 @@ def test_features_that_are_kept_count_as_memory(monkeypatch, sources, keeps, tok
     assert make_llm(**options, kv_cache_tokens=4096).engine.arena.num_pages == 256
     # A quarter of what is free holds 512 tokens.
     assert make_llm(**options, kv_cache_tokens=None).engine.arena.num_pages == 32
+
+
+@pytest.mark.parametrize("token", [-1, 39])
+def test_an_id_outside_the_vocabulary_is_refused_wherever_it_is_given(token):
+    llm = make_llm()
+    for given in (token, [1, token]):
+        with pytest.raises(ConfigError, match=f"eos_token_ids.*got {token}"):
+            make_llm(eos_token_ids=given)
+    with pytest.raises(PromptError, match=f"token id {token}|got {token}"):
+        llm.generate({"prompt_token_ids": [1, token]})
+    ids = ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "prediction")
+    for name in (*ids, "logit_bias"):
+        given = {token: 1.0} if name == "logit_bias" else [1, token]
+        with pytest.raises(SamplingError, match=f"{name}.* {token}"):
+            llm.generate({"prompt_token_ids": [1]}, SamplingParams(**{name: given}))
+    assert idle(llm)
+
+
+def test_an_end_that_only_a_file_names_outside_the_vocabulary_is_left_out():
+    tokenizer = FakeTokenizer([b"a", b"b"])
+    for token, kept in ((1, (1,)), (39, ()), (-1, ()), (None, ())):
+        tokenizer.eos_token_id = token
+        assert make_llm(tokenizer=tokenizer).eos_token_ids == kept
+    model = toy_model("gemma2")
+    model.generation_config.eos_token_id = [2, 96, 10**6]
+    llm = LLM(model, tokenizer=toy_tokenizer(), kv_cache_tokens=64, max_model_len=16)
+    assert llm.eos_token_ids == (2,)
+    form = SamplingParams(structured_outputs={"regex": "[a-c]{2}"}, max_tokens=5)
+    [result] = llm.generate("a", form)
+    assert len(result.outputs[0].text) == 2
+
+
+def test_texts_longer_than_the_target_takes_are_refused():
+    target = FakeTarget(39, max_model_len=64)
+    assert make_llm(target=target, max_model_len=64).engine.max_model_len == 64
+    with pytest.raises(ConfigError, match=r"max_model_len must be at most the 64 .* got 65"):
+        make_llm(target=target, max_model_len=65)
 
 
 def test_one_id_may_end_a_text():

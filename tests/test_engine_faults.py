@@ -19,6 +19,7 @@ from fakes import ROOT, FakeTarget, ReplaySource, SubmitAll, make_engine, path_h
 
 from outrider.drafting.source import Draft, DraftSource
 from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
+from outrider.terms import Terms
 
 TINY_KV = {"kv_cache_tokens": 96, "max_num_batched_tokens": 24, "max_num_seqs": 6}
 
@@ -203,15 +204,66 @@ def test_features_that_wait_long_keep_only_their_own_rows_in_memory():
     source = ReplaySource({})
     source.target_layer_ids = (0, 1)
     engine = make_engine([source])
+    engine.add_request("late", [1], GREEDY)
+    [late] = engine._groups["late"].choices
     wide = len(engine.speculation.layer_ids) * 4
     steps = [torch.full((8, wide), float(step)) for step in range(300)]  # eight requests in each
     for step in steps:
-        engine.speculation.keep_features("late", step[3:4])
+        engine.speculation.keep_features(late, step[3:4])
     del steps
     pieces = engine.speculation._features[source.name, "late"]
     assert torch.cat(pieces)[:, 0].tolist() == list(map(float, range(300)))
     held = {piece.untyped_storage().data_ptr(): piece.untyped_storage() for piece in pieces}
     assert sum(one.nbytes() for one in held.values()) < 4 * wide * (300 + 8 * 64)
+
+
+@pytest.mark.parametrize(
+    ("terms", "sampling", "is_kept"),
+    [
+        (Terms(), GREEDY, True),
+        (Terms(sources=("drafts",)), GREEDY, True),
+        (Terms(sources=()), GREEDY, False),
+        (Terms(sources=("listens",)), GREEDY, False),
+        (Terms(num_draft_tokens=0), GREEDY, False),
+        (Terms(), params(max_tokens=1), False),
+    ],
+)
+def test_features_are_kept_for_those_who_may_draft_or_only_listen(terms, sampling, is_kept):
+    class Listener(ReplaySource):
+        def finish(self, context):
+            self.heard = context.features
+
+    known = ids_of(run(make_engine(), {"r": ([1, 2, 3], sampling)}))
+    listens, drafts = (Listener(known, lambda *_: Draft(), name=n) for n in ("listens", "drafts"))
+    listens.max_draft_tokens = 0
+    listens.target_layer_ids = drafts.target_layer_ids = (1,)
+    engine = make_engine([listens, drafts])
+    engine.add_request("r", [1, 2, 3], sampling, terms=terms)
+    kept = set()
+    while engine.has_work:
+        engine.step()
+        kept |= {name for name, _ in engine.speculation._features}
+    length = 2 + sampling.max_tokens
+    assert len(listens.heard) == length
+    assert ("drafts" in kept) is is_kept and (drafts.heard is not None) is is_kept
+
+
+def test_a_name_of_a_request_under_way_is_refused():
+    engine = make_engine()
+    engine.add_request("a", [1, 2], params(n=2))
+    for taken in ("a", "a#0", "a#1"):
+        with pytest.raises(ConfigError, match=f"'{taken}' is in use"):
+            engine.add_request(taken, [1, 2], GREEDY)
+    engine.add_request("b#1", [1, 2], GREEDY)
+    with pytest.raises(ConfigError, match="'b' is in use"):
+        engine.add_request("b", [1, 2], params(n=2))
+    for free in ("b", "a#2", "a#01"):
+        engine.add_request(free, [1, 2], GREEDY)
+    engine.add_request("a#2#0", [1, 2], params(n=2))
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert run(engine, {"a#0": ([1, 2], GREEDY), "b": ([1, 2], params(n=2))})
 
 
 def test_two_engines_take_turns_on_one_target():

@@ -4,15 +4,19 @@ import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from engine_cases import GREEDY, ids_of, prompts
 from fakes import FakeTarget, ReplaySource, make_engine, run
+from toy_models import toy_model
 
+from outrider import LLM, SamplingParams
 from outrider.drafting.source import Draft, DraftSource
-from outrider.errors import DataError
+from outrider.errors import DataError, PromptTooLong
+from outrider.native import library
 from outrider.policy import measure
 from outrider.policy.calibration import HALF_LIFE, Calibration, extended
 from outrider.policy.cost import CostModel, Surface
@@ -295,6 +299,61 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
         measure.surface_of(target, 40, 64)
         assert target.count > count
         count = target.count
+
+
+class Short(FakeTarget):
+    """Asserts that no row lies beyond the longest text or the pages."""
+
+    num_pages = 0
+
+    def forward(self, batch):
+        assert batch.positions.min() >= 0 and batch.positions.max() < self.max_model_len
+        sizes = np.diff(batch.row_starts)
+        for table, context, rows in zip(batch.page_tables, batch.context_lens, sizes, strict=True):
+            assert context >= 0 and len(table) * 16 >= context + rows
+            assert table.min() >= 0 and table.max() < self.num_pages
+        return SimpleNamespace(logits=torch.zeros(batch.num_rows, 3))
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 7])
+def test_short_texts_are_measured_within_their_length(num_pages: int) -> None:
+    for length in range(1, 21):
+        target = Short(40, max_model_len=length)
+        target.num_pages = num_pages
+        surface, _ = measure.measure(target, num_pages, 128)
+        assert min(surface.base) > 0
+        if length <= measure.ROWS_PER_REQUEST:
+            assert set(surface.per_token) == {0.0}
+
+
+def test_what_short_texts_take_is_kept_apart(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "_agree", lambda rounds: len(rounds) > 1)
+    for length in (3, 9, 9, 2000, 3000):
+        target = Short(40, max_model_len=length)
+        target.num_pages = 200
+        measure.surface_of(target, 200, 8)
+    assert len(list((tmp_path / "costs").glob("*.json"))) == 3
+
+
+@pytest.mark.skipif(library() is None, reason="no compiler, no compiled kernels")
+@pytest.mark.parametrize("kv_cache_tokens", [1, 40])
+def test_the_shortest_texts_are_decoded(
+    kv_cache_tokens: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    model = toy_model("llama", head_dim=16, num_hidden_layers=1)
+    for length in range(1, 21):
+        monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / str(length)))
+        options = {"max_model_len": length, "kv_cache_tokens": kv_cache_tokens}
+        llm = LLM(cast(Any, model), max_num_seqs=2, max_num_batched_tokens=4, **options)
+        assert type(llm.target).__name__ == "NativeTarget"
+        prompt, params = {"prompt_token_ids": [5]}, SamplingParams(ignore_eos=True, max_tokens=9)
+        if length == 1:
+            with pytest.raises(PromptTooLong):
+                llm.generate(prompt, params)
+        else:
+            [result] = llm.generate(prompt, params)
+            assert len(result.outputs[0].token_ids) == min(length - 1, 9)
 
 
 # ---- traces and simulation

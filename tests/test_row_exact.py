@@ -5,11 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from toy_gguf import logits_of
 from toy_models import VOCAB, make_batch, toy_model
 
 from outrider.errors import ModelError
 from outrider.native import library
 from outrider.target.base import ForwardBatch
+from outrider.target.load import load_target
 from outrider.target.model import TransformersTarget
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, no compiled kernels")
@@ -106,3 +108,21 @@ def test_without_the_promise_the_model_keeps_its_own_linear_layers() -> None:
     model = toy_model("llama", head_dim=16)
     assert not TransformersTarget(model, deterministic=False).deterministic
     assert type(model.lm_head) is torch.nn.Linear
+
+
+def test_a_model_may_be_the_target_of_several_in_one_type():
+    model = toy_model("gemma2", head_dim=16)
+    tokens = [5, 6, 7]
+    expected = logits_of(model, tokens)
+    targets = [TransformersTarget(model, deterministic=choice) for choice in (None, None, False)]
+    assert [target.deterministic for target in targets] == [True, True, False]
+    for target in targets:
+        target.allocate_kv(2)
+        torch.testing.assert_close(target.head, targets[0].head, rtol=0, atol=0)
+        got = target.forward(make_batch([tokens], [[1]])).logits
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelError, match=r"target in torch.float32 already.* torch.bfloat16"):
+        load_target(model, dtype="bfloat16")
+    assert load_target(model, dtype="float32")[0].deterministic
+    with pytest.raises(ModelError, match=r"packed in torch.float32 got rows of torch.bfloat16"):
+        TransformersTarget(model.bfloat16())

@@ -117,7 +117,10 @@ class DraftSource:
         """Learn from what became of this source's drafts (only submitted ones are told)."""
 
     def finish(self, context: DraftContext) -> None:
-        """A request ended normally with this text and its last features; before `release`."""
+        """A request ended normally with this text and its last features; before `release`.
+
+        There are no features of a request that the source was not allowed to draft for.
+        """
 
     def release(self, request_id: str) -> None:
         """Forget a request: it finished, was aborted, or was preempted. Must be idempotent."""

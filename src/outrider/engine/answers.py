@@ -1,4 +1,4 @@
-"""Checks what sources answer, once, so that nothing after it has to.
+"""Checks what sources answer and say of themselves, once, so that nothing after it has to.
 
 What a source of ours answers passes by a few C-level calls (0.4 µs a draft); all else is looked
 at item by item, converted where its meaning is clear, and refused where it is not.
@@ -6,18 +6,43 @@ at item by item, converted where its meaning is clear, and refused where it is n
 Shape legend: n tokens of a draft, V vocabulary.
 """
 
-import math
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from outrider.checks import shown
-from outrider.drafting.source import Draft
-from outrider.errors import SourceError
+from outrider.checks import INT32_MAX, integer, shown
+from outrider.drafting.source import Draft, DraftSource
+from outrider.errors import ConfigError, OutriderError, SourceError
 
-INFINITY = math.inf
+NUMBERS = frozenset((float, int))
+LARGE = 1e30  # no confidences come near it
 PROBS_TOLERANCE = 1e-3  # of the sum of a distribution: float32 rounding over 10**5 ids is 1e-5
+
+
+def check_source(source: object, num_layers: int) -> None:
+    """Refuse what the engine could not work with; the source's own code was not called yet.
+
+    Raises:
+        ConfigError: the message names the source, and what was given and expected.
+    """
+    if isinstance(source, type) and issubclass(source, DraftSource):
+        raise ConfigError(
+            f"a draft source must be an instance, got the class: write {source.__name__}(...)"
+        )
+    if not isinstance(source, DraftSource):
+        raise ConfigError(f"a draft source must be a DraftSource, got {shown(source)}")
+    if not isinstance(source.name, str):
+        raise ConfigError(f"the name of a draft source must be text, got {shown(source.name)}")
+    what = f"of the draft source {source.name!r}"
+    integer(f"max_draft_tokens {what}", source.max_draft_tokens, 0, INT32_MAX)
+    integer(f"kv_lag {what}", source.kv_lag, 0, INT32_MAX)
+    if not isinstance(source.target_layer_ids, tuple | list):
+        raise ConfigError(
+            f"target_layer_ids {what} must be a tuple, got {shown(source.target_layer_ids)}"
+        )
+    for layer in source.target_layer_ids:
+        integer(f"a layer in target_layer_ids {what}", layer, -1, num_layers - 1)
 
 
 def check_answer(
@@ -39,13 +64,18 @@ def check_answer(
             f"draft source {source!r} answered {len(answer)} drafts for {num_contexts} contexts"
         )
     drafts: list[Draft] = []
-    for draft in answer:
-        if not _is_plain(draft):
-            draft = _converted(draft, source)
-        if draft.probs is not None and draft.token_ids:
-            _check_probs(draft, source, vocab_size, needs_probs)
-        draft.source = source
-        drafts.append(draft)
+    try:
+        for draft in answer:
+            if not _is_plain(draft):
+                draft = _converted(draft, source)
+            if draft.probs is not None and draft.token_ids:
+                _check_probs(draft, source, vocab_size, needs_probs)
+            draft.source, draft.sources = source, []  # the latter is of drafts that were merged
+            drafts.append(draft)
+    except OutriderError:
+        raise
+    except Exception as error:  # of the code of whatever object stands there
+        raise _malformed(source, f"looking at it raised {type(error).__name__}: {error}") from error
     return drafts
 
 
@@ -62,10 +92,11 @@ def _is_plain(draft: Any) -> bool:
     try:
         if type(sum(ids)) is not int:
             return False
-        if confidence and not (
-            len(confidence) == len(ids) and min(confidence) >= 0 and sum(confidence) < INFINITY
-        ):
-            return False
+        if confidence:
+            if len(confidence) != len(ids) or not NUMBERS.issuperset(map(type, confidence)):
+                return False
+            if not (min(confidence) >= 0 and sum(confidence) < LARGE):
+                return False
         if parents:
             if len(parents) != len(ids) or type(sum(parents)) is not int:
                 return False
@@ -93,7 +124,7 @@ def _converted(draft: Any, source: str) -> Draft:
                 source, f"parents[{index}] is {parent}, expected -1 or the index of a token before"
             )
     for value in confidence:
-        if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        if not isinstance(value, Real) or not 0 <= float(value) < LARGE:
             raise _malformed(source, f"confidence must hold probabilities, got {shown(value)}")
     return Draft(ids, parents, draft.probs, [float(value) for value in confidence], source)
 
@@ -118,7 +149,8 @@ def _check_probs(draft: Draft, source: str, vocab_size: int, needs_probs: bool) 
     if not isinstance(probs, torch.Tensor):
         raise _malformed(source, f"probs must be a tensor, got {shown(probs)}")
     expected = (len(draft), vocab_size)
-    if tuple(probs.shape) != expected or not probs.is_floating_point():
+    is_plain = probs.is_floating_point() and probs.layout is torch.strided
+    if tuple(probs.shape) != expected or not is_plain:
         raise _malformed(
             source,
             f"probs must be floats of the shape {expected}, "

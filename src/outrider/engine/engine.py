@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from outrider.checks import INT32_MAX, integer
+from outrider.checks import INT32_MAX, integer, shown
 from outrider.drafting.source import DraftSource
 from outrider.engine.batch import pack
 from outrider.engine.features import SlotFeatures, slots_of
@@ -80,7 +80,12 @@ class Engine:
     ) -> None:
         check_sizes(max_num_seqs, max_num_batched_tokens, kv_cache_tokens, max_model_len)
         num_pages = pages_for(kv_cache_tokens)
-        limit = min(max_model_len or target.max_model_len, target.max_model_len)
+        limit = max_model_len or target.max_model_len
+        if limit > target.max_model_len:
+            raise ConfigError(
+                f"max_model_len must be at most the {target.max_model_len} of the target, "
+                f"got {max_model_len}"
+            )
         self.target = target
         self.tokenizer = tokenizer
         self.verifier = verifier or MatchingVerifier(eos_token_ids)
@@ -121,6 +126,7 @@ class Engine:
         self._slot_features = SlotFeatures(num_pages, target.dtype)
         self._random = random.Random(seed)
         self._groups: dict[str, RequestGroup] = {}
+        self._names: set[str] = set()  # of all their choices
         self._chunks: list[StreamChunk] = []
         self._token_texts: dict[int, str] = {}
         self._tenancy = tenancy_of(target)
@@ -154,14 +160,18 @@ class Engine:
             PromptError: the prompt is empty, too long for context or KV, or holds unknown ids.
             SamplingError: a parameter names ids outside the vocabulary, or terms a source that is
                 not here.
+            ConfigError: a request under way has this id, or one of its choices ("a#0" of "a").
         """
         self.speculation.check_terms(terms or Terms())
-        assert request_id not in self._groups, f"request id {request_id!r} is in use"
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         group = self._intake.admit(
             request_id, prompt_token_ids, params, prompt, prediction, seed, terms or Terms()
         )
+        names = {choice.request_id for choice in group.choices}
+        if request_id in self._groups or not self._names.isdisjoint(names):
+            raise ConfigError(f"request id {shown(request_id)} is in use by one under way")
         self._groups[request_id] = group
+        self._names |= names
         for choice in group.choices:
             self.scheduler.add(choice)
 
@@ -328,7 +338,7 @@ class Engine:
         if len(rows) < len(features):
             features = features.index_select(0, torch.tensor(rows, device=features.device))
         for work, part in zip(schedule.works, features.split(counts), strict=True):
-            self.speculation.keep_features(work.request.request_id, part)
+            self.speculation.keep_features(work.request, part)
         if self.scheduler.reuse_prefixes:
             slots = [
                 slots_of(self.arena.page_table(work.request.request_id), first, first + count)
@@ -342,7 +352,7 @@ class Engine:
         for request in adopted if self.speculation.layer_ids else ():
             pages = self.arena.page_table(request.request_id)
             slots = slots_of(pages, 0, self.arena.num_committed(request.request_id))
-            self.speculation.keep_features(request.request_id, self._slot_features.of(slots))
+            self.speculation.keep_features(request, self._slot_features.of(slots))
 
     def _append(self, proposal: Proposal, new: NewTokens) -> None:
         """Add the new tokens of one choice up to the end of its output."""
@@ -424,6 +434,7 @@ class Engine:
             group.metrics.finished_time = self._clock()
             chunk.result = group.result()
             del self._groups[group.request_id]
+            self._names.difference_update(choice.request_id for choice in group.choices)
         self._chunks.append(chunk)
 
     def _name_tokens(self, logprobs: list[dict[int, Logprob]]) -> None:

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from outrider.checks import INT32_MAX, integer, shown
+from outrider.checks import shown
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
-from outrider.engine.answers import check_answer
+from outrider.engine.answers import check_answer, check_source
 from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part, subset
 from outrider.engine.guard import STALL_PER_TOKEN, STALL_SECONDS, Guard
 from outrider.engine.merging import joined
@@ -27,6 +29,7 @@ from outrider.target.kv import KVArena
 from outrider.terms import Terms
 from outrider.threads import one_thread
 
+FIELDS = ("name", "target_layer_ids", "max_draft_tokens", "kv_lag")  # that plans are made with
 MAX_KINDS = 32  # that are told apart: users may write anything there
 MANY = 64  # pieces of features, each of which keeps those of its whole step in memory
 
@@ -41,30 +44,6 @@ class Proposal:
     accepted_ids: list[int] = field(default_factory=list)  # and the bonus token
 
 
-def _check_source(source: object, num_layers: int) -> None:
-    """Refuse what the engine could not work with; the source's own code was not called yet.
-
-    Raises:
-        ConfigError: the message names the source, and what was given and expected.
-    """
-    if isinstance(source, type) and issubclass(source, DraftSource):
-        raise ConfigError(
-            f"a draft source must be an instance, got the class: write {source.__name__}(...)"
-        )
-    if not isinstance(source, DraftSource):
-        raise ConfigError(f"a draft source must be a DraftSource, got {shown(source)}")
-    if not isinstance(source.name, str):
-        raise ConfigError(f"the name of a draft source must be text, got {shown(source.name)}")
-    what = f"of the draft source {source.name!r}"
-    integer(f"max_draft_tokens {what}", source.max_draft_tokens, 0, INT32_MAX)
-    if not isinstance(source.target_layer_ids, tuple | list):
-        raise ConfigError(
-            f"target_layer_ids {what} must be a tuple, got {shown(source.target_layer_ids)}"
-        )
-    for layer in source.target_layer_ids:
-        integer(f"a layer in target_layer_ids {what}", layer, -1, num_layers - 1)
-
-
 def layers_read(sources: Sequence[DraftSource], num_layers: int) -> tuple[int, ...]:
     """Layers of the target, of so many, whose features any of the sources reads; in order.
 
@@ -72,7 +51,7 @@ def layers_read(sources: Sequence[DraftSource], num_layers: int) -> tuple[int, .
         ConfigError: the engine could not work with a source.
     """
     for source in sources:
-        _check_source(source, num_layers)
+        check_source(source, num_layers)
     return tuple(sorted({layer for source in sources for layer in source.target_layer_ids}))
 
 
@@ -119,6 +98,9 @@ class Speculation:
         self.arena = arena
         self._needs_probs = needs_probs
         self._by_name = {source.name: source for source in self.sources}
+        self._fields = attrgetter(*FIELDS)
+        self._said = {id(source): self._fields(source) for source in self.sources}
+        self._num_layers = target.num_layers
         self._features: dict[tuple[str, str], list[torch.Tensor]] = {}
         self._kinds: set[str] = {""}
         self._called: set[str] = set()
@@ -170,7 +152,7 @@ class Speculation:
             return 0.0
         sources = [
             source
-            for source in self.planner.order(self.sources)
+            for source in self.planner.order([s for s in self.sources if self._is_sound(s)])
             if any(has_needed(ask, source) for ask in view.asks)
         ]
         for source in sources:
@@ -219,11 +201,12 @@ class Speculation:
             for name, outcomes in by_source.items()
         )
 
-    def keep_features(self, request_id: str, features: torch.Tensor) -> None:
+    def keep_features(self, request: Request, features: torch.Tensor) -> None:
         """Features of newly committed tokens, [m, len(layer_ids) * hidden], until asked for."""
+        request_id = request.request_id
         for source in self.sources:
-            layers = source.target_layer_ids
-            if not layers or self.guard.is_out(source.name, request_id):
+            layers = self._said[id(source)][1]
+            if not layers or not self._may_listen(source, request):
                 continue
             mine = features
             if tuple(layers) != self.layer_ids:
@@ -233,6 +216,16 @@ class Speculation:
             pending.append(mine)
             if len(pending) % MANY == 0:
                 _gather(pending)
+
+    def _may_listen(self, source: DraftSource, request: Request) -> bool:
+        """Whether a source may still ask for the features of a request."""
+        if self.guard.is_out(source.name, request.request_id):
+            return False
+        if source.max_draft_tokens == 0:  # it never drafts, and hears of whole texts
+            return True
+        terms = request.terms
+        is_named = terms.sources is None or source.name in terms.sources
+        return is_named and terms.num_draft_tokens != 0 and request.max_tokens > 1
 
     def finish(self, request: Request) -> None:
         """A request came to its end: every source may learn from its whole text."""
@@ -282,6 +275,34 @@ class Speculation:
         if ask.allowed.sources == () or ask.allowed.num_draft_tokens == 0:
             ask.room = 0
         return ask
+
+    def _is_sound(self, source: DraftSource) -> bool:
+        try:
+            self._check_fields(source)
+        except SourceError as error:
+            self.guard.failed(source, "fields", error)
+            return False
+        return True
+
+    def _check_fields(self, source: DraftSource) -> None:
+        """What a source says of itself is looked at again when it changes, and put back if wrong.
+
+        Raises:
+            SourceError: it changed to what the engine cannot work with.
+        """
+        known = self._said[id(source)]
+        try:
+            said = self._fields(source)
+            if said == known:
+                return
+            check_source(source, self._num_layers)
+            if said[:2] != known[:2]:
+                raise ConfigError(f"{FIELDS[:2]} must stay {known[:2]}, got {shown(said[:2])}")
+        except Exception as error:
+            for field_name, value in zip(FIELDS, known, strict=True):
+                setattr(source, field_name, value)
+            raise SourceError(f"draft source {source.name!r} changed itself: {error}") from error
+        self._said[id(source)] = said
 
     def _root_drafts(
         self, source: DraftSource, view: StepView, proposals: Sequence[Proposal]
@@ -346,6 +367,7 @@ class Speculation:
         try:
             answer = self.guard.call(source, method, *given)
             called = perf_counter() - start
+            self._check_fields(source)
             drafts = check_answer(
                 answer, len(contexts), source.name, self.vocab_size, self._needs_probs
             )
@@ -393,14 +415,19 @@ class Speculation:
         self, source: DraftSource, context: DraftContext, draft: Draft, outcome: DraftOutcome
     ) -> bool:
         """Whether the KV that a source drafted from is that of the text, by its length."""
-        held = source.held_tokens(context.request_id)
+        try:
+            held = self.guard.call(source, "held_tokens", context.request_id)
+            self._check_fields(source)
+        except SourceError as error:
+            self._give_up(source, [context.request_id], "held_tokens", error)
+            return False
         expected = max(0, len(context.token_ids) - source.kv_lag)
-        if held is None or held == expected:
+        if held is None or (isinstance(held, Integral) and held == expected):
             return True
         outcome.causes["kv_mismatch"] = outcome.causes.get("kv_mismatch", 0) + len(draft)
         error = SourceError(
-            f"draft source {source.name!r} has KV of {held} tokens of a text of which it must "
-            f"have {expected}"
+            f"draft source {source.name!r} has KV of {shown(held)} tokens of a text of which it "
+            f"must have {expected}"
         )
         self._give_up(source, [context.request_id], "kv_mismatch", error)
         return False
@@ -413,7 +440,7 @@ class Speculation:
     def _context(self, source: DraftSource, request: Request) -> DraftContext:
         context = request.context
         context.token_ids = request.tokens.view()
-        if not source.target_layer_ids:
+        if not self._said[id(source)][1]:
             return context
         pending = self._features.pop((source.name, request.request_id), [])
         with one_thread():

@@ -45,6 +45,9 @@ def surface_of(target: Target, num_pages: int, max_rows: int) -> Surface:
         max_rows: of one forward.
     """
     facts = _facts(target, max_rows)
+    longest = _longest(target, num_pages)
+    if longest < CONTEXTS[1]:  # which tells less of long texts
+        facts["longest"] = longest
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path: Path | None = None
     try:
@@ -59,10 +62,11 @@ def surface_of(target: Target, num_pages: int, max_rows: int) -> Surface:
 
 def measure(target: Target, num_pages: int, max_rows: int) -> tuple[Surface, bool]:
     """Time forwards of each row count and context; and whether nothing disturbed it."""
-    longest = min(CONTEXTS[1], target.max_model_len - ROWS_PER_REQUEST, num_pages * PAGE_SIZE // 2)
+    longest = _longest(target, num_pages)
+    each = min(ROWS_PER_REQUEST, target.max_model_len)
     contexts = (min(CONTEXTS[0], longest // 2), longest)
     rows = [count for count in ROWS if count <= max_rows]
-    batches = [[_batch(target, n, context, num_pages) for context in contexts] for n in rows]
+    batches = [[_batch(target, n, each, context, num_pages) for context in contexts] for n in rows]
     rounds: list[np.ndarray] = []
     started = perf_counter()
     while len(rounds) < ROUNDS or (len(rounds) < MOST_ROUNDS and not _agree(rounds)):
@@ -78,10 +82,17 @@ def measure(target: Target, num_pages: int, max_rows: int) -> tuple[Surface, boo
     sums = np.array([[int(batch.context_lens.sum()) for batch in pair] for pair in batches])
     far = np.maximum(1, sums[:, 1] - sums[:, 0])
     # KV is read at one speed whatever the rows; the median knows it best.
-    slope = max(0.0, float(np.median((best[:, 1] - best[:, 0]) / far)))
+    slope = max(0.0, float(np.median((best[:, 1] - best[:, 0]) / far))) if longest else 0.0
     base = np.maximum(best[:, 0] - slope * sums[:, 0], best[:, 0] / 2)
     surface = Surface(tuple(rows), tuple(base.tolist()), (slope,) * len(rows))
     return surface, _agree(rounds)
+
+
+def _longest(target: Target, num_pages: int) -> int:
+    """The longer of the contexts over which forwards are timed."""
+    return max(
+        0, min(CONTEXTS[1], target.max_model_len - ROWS_PER_REQUEST, num_pages * PAGE_SIZE // 2)
+    )
 
 
 def _agree(rounds: list[np.ndarray]) -> bool:
@@ -103,12 +114,12 @@ def _seconds(target: Target, batch: ForwardBatch) -> float:
     return perf_counter() - start
 
 
-def _batch(target: Target, num_rows: int, context: int, num_pages: int) -> ForwardBatch:
+def _batch(target: Target, num_rows: int, each: int, context: int, num_pages: int) -> ForwardBatch:
     """Rows of as many requests as they make, each in pages of its own as far as there are some."""
-    counts = [ROWS_PER_REQUEST] * (num_rows // ROWS_PER_REQUEST)
-    if num_rows % ROWS_PER_REQUEST:
-        counts.append(num_rows % ROWS_PER_REQUEST)
-    held = pages_for(context + ROWS_PER_REQUEST)
+    counts = [each] * (num_rows // each)
+    if num_rows % each:
+        counts.append(num_rows % each)
+    held = pages_for(context + each)
     local = np.concatenate([np.arange(count) for count in counts])  # place among its request's rows
     return ForwardBatch(
         token_ids=(np.arange(num_rows) % target.vocab_size).astype(np.int32),

@@ -1,7 +1,8 @@
 """Any causal language model of transformers as a target, with our paged KV in its attention."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -158,19 +159,15 @@ class TransformersTarget:
         texts = [(np.arange(n, dtype=np.int32) * 7919 + 131) % vocab for n in PROBE_LENGTHS]
         if self.model.config._attn_implementation == IMPLEMENTATION:  # another target has it too
             self.model.set_attn_implementation("eager")
-        with torch.inference_mode():
+        with self._failing_as("a probe of its own forward"), torch.inference_mode():
             own = [
                 self.model(input_ids=_long(text, self.device)[None], use_cache=False).logits[0]
                 for text in texts
             ]
         expected = torch.cat(own).float()
         _use_our_attention(self.model, self.name)
-        try:
+        with self._failing_as("a probe with our attention"):
             ours, step = self._run(_probe_batch(texts))
-        except (TypeError, KeyError, ValueError, RuntimeError, AssertionError) as error:
-            raise ModelError(
-                f"{self.name} cannot be run: a probe with our attention failed: {error}"
-            ) from error
         self._check_calls(step)
         self._check_logits(ours, expected)
         if deterministic is not False:
@@ -179,17 +176,32 @@ class TransformersTarget:
                 raise ModelError(f"{self.name} cannot run deterministically: {reason}")
         return ours.shape[-1]
 
+    @contextmanager
+    def _failing_as(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (TypeError, KeyError, ValueError, RuntimeError, AssertionError) as error:
+            raise ModelError(f"{self.name} cannot be run: {what} failed: {error}") from error
+
     def _make_deterministic(
         self, texts: list[np.ndarray], expected: torch.Tensor, calls: list[AttentionCall]
     ) -> str | None:
         """Let the kernels take over, and prove that rows are then independent; or say why not."""
-        from outrider.target.row_exact import RowExactModules, TiledKV, why_not_row_exact
+        from outrider.target.row_exact import (
+            RowExactLinear,
+            RowExactModules,
+            TiledKV,
+            why_not_row_exact,
+        )
 
         reason = why_not_row_exact(self.model, calls)
         if reason is not None:
             return reason
         ((kv_heads, head_dim),) = calls[0].kv_shapes
         torch_kv, modules = self._kv, RowExactModules(self.model)
+        head = self.model.get_output_embeddings()
+        if isinstance(head, RowExactLinear):
+            head.weight = self.head
         self._kv = TiledKV(
             num_layers=self.num_layers,
             heads=calls[0].num_heads,

@@ -27,9 +27,10 @@ def read_pretrained(name: str, path: str, dtype: torch.dtype, **options: Any) ->
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with no_progress_bars():
-            model, found = AutoModelForCausalLM.from_pretrained(path, **options)
+            read: Any = AutoModelForCausalLM.from_pretrained(path, **options)
     except (ValueError, OSError, LookupError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot load {name}: {error}") from error
+    model, found = read
     for key, got, expected in sorted(found["mismatched_keys"]):
         raise ModelError(
             f"the weights of {name} must hold {key} of the shape {tuple(expected)}, "

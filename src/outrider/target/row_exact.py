@@ -38,6 +38,7 @@ class RowExactLinear(nn.Module):
         self.dtype = linear.weight.dtype
         weight = linear.weight.detach().contiguous()
         tiles = -(-self.out_features // TILE)
+        self.weight: torch.Tensor | None = None  # [out, in], kept of a head for other targets
         self._packed = torch.zeros(tiles * TILE * self.in_features, dtype=self.dtype)
         bf16 = int(self.dtype == torch.bfloat16)
         lib.outrider_pack(
@@ -47,6 +48,8 @@ class RowExactLinear(nn.Module):
         self._bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.dtype:  # the kernels would read beyond its end
+            raise TypeError(f"weights packed in {self.dtype} got rows of {x.dtype}")
         x = x.contiguous()  # [..., in_features]
         out = x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.numel() // self.in_features
