@@ -1,6 +1,7 @@
 """GGUF files: converted once, to exactly the model they hold, or refused."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,6 +150,21 @@ def test_conversion_happens_once_per_file_and_type(tmp_path, monkeypatch):
     assert json.loads(first.read_text())["source"] == "toy.gguf"
 
 
+def test_files_of_one_name_size_and_date_are_converted_each(tmp_path):
+    def norm(path: Path) -> torch.Tensor:
+        os.utime(path, (0, 0))
+        return load_model(path, dtype="float32").state_dict()["model.norm.weight"]
+
+    models = [toy("llama", seed=seed) for seed in range(3)]
+    paths = [tmp_path / folder / "model.gguf" for folder in "aba"]  # the last takes the first place
+    for path, model in zip(paths, models, strict=True):
+        path.parent.mkdir(exist_ok=True)
+        write_gguf(path, "llama", model)
+        assert torch.equal(norm(path), model.state_dict()["model.norm.weight"])
+    assert torch.equal(norm(paths[1]), models[1].state_dict()["model.norm.weight"])
+    assert len(list((tmp_path / "cache" / "models").iterdir())) == 3
+
+
 def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "toy.gguf", "llama", toy("llama"))
 
@@ -283,4 +299,7 @@ def test_other_families_load_through_transformers(tmp_path, monkeypatch):
     weights = {k: v for k, v in model.state_dict().items() if "layers.2" not in k}
     part = SimpleNamespace(config=model.config, state_dict=lambda: weights)
     message = error_of(write_gguf(tmp_path / "part.gguf", "llama", part))
-    assert "lack model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight and 7 more" in message
+    assert (
+        "lack model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight and 7 more"
+        in message
+    )

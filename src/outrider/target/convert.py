@@ -15,6 +15,7 @@ import torch
 from outrider.cache import cache_dir
 from outrider.errors import ModelError
 from outrider.target import gguf
+from outrider.target.find import identity_of
 from outrider.target.gguf import GGUFFile
 from outrider.target.native import fitting_weights
 from outrider.target.pretrained import read_pretrained
@@ -27,8 +28,8 @@ VERSION = 1  # raise it when a conversion comes out differently: old ones are th
 
 def converted(path: Path, dtype: torch.dtype) -> Path:
     """Directory with the converted GGUF file, made on first use."""
-    stat = path.stat()
-    identity = f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}|{VERSION}|{dtype}"
+    written = path.stat().st_mtime_ns
+    identity = f"{path.resolve()}|{written}|{identity_of(path)}|{VERSION}|{dtype}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = cache_dir("models") / f"{path.stem}-{digest}"
     if not target.is_dir():

