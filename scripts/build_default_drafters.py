@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from default_drafters import PROBLEMS, TEMPERATURES, WHOLE, Plan, Stage, Texts, tiny
@@ -104,7 +105,10 @@ def data(build: Build, name: str) -> None:
         asked = (_line(lines[i], i) for i in texts.problems)
         write_whole(build.work / texts.prompts, "".join(asked))
         kept = ("--features", texts.features, "--layers", LAYERS) if texts.features else ()
-        begun = ("--beginnings", HERE / texts.beginnings) if texts.beginnings else ()
+        begun: tuple[str, ...] = ()
+        if texts.beginnings:
+            begun = ("--beginnings", texts.beginnings)
+            copyfile(HERE / texts.beginnings, build.work / texts.beginnings)
         run_command(
             *(build, "data", "--prompts", texts.prompts, "--self-prompts", texts.self_prompts),
             *("--max-tokens", texts.max_tokens, "--temperature", SHARES, "--seed", texts.seed),
