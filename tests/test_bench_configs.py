@@ -31,6 +31,8 @@ from outrider.cli.main import app
 from outrider.engine.times import StepTimes
 from outrider.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 LONG, SHORT = {"method": "lookup"}, {"method": "lookup", "num_speculative_tokens": 1}
 TEXTS = ("the the the the", "abc", "the", "xyz xyz xyz")
 

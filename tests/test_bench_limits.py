@@ -30,6 +30,8 @@ from outrider.cli.bench_options import MOST_REQUESTS, ReportOptions
 from outrider.cli.main import app
 from outrider.errors import ConfigError, PromptError
 
+pytestmark = pytest.mark.slow
+
 drawn = pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
 
 

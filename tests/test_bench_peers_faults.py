@@ -24,6 +24,8 @@ from outrider.bench.timing import spread
 from outrider.cli.main import app
 from outrider.errors import ConfigError, ModelError, PromptError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def fake_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ from outrider.training.features import FeatureShards, feature_reader
 from outrider.training.recipe import packaged_recipes, read_recipe
 from outrider.training.rollouts import acceptance
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["quiet_torch"]
 ABOUT = {"kind", "categories", "plan", "target", "tokenizer"}
 PROMPTS = [{"prompt": f"{word} {n}", "category": "ask"} for n in range(6) for word in ("say", "do")]

@@ -22,6 +22,8 @@ from outrider.training.hold import held
 from outrider.training.recipe import recipe_of
 from outrider.training.run import Inputs, Run
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["quiet_torch"]
 
 
