@@ -62,7 +62,8 @@ bench: .venv/.installed-bench
 	$(PY) bench/engine.py $(ARGS)
 
 bench-mixed: .venv/.installed-bench
-	$(PY) bench/mixed.py $(ARGS)
+	@mkdir -p results
+	$(PY) bench/mixed.py --plot results/bench-mixed.svg -o results/bench-mixed.json $(ARGS)
 
 bench-serve: .venv/.installed-bench
 	$(PY) bench/serve.py $(ARGS)

@@ -1,7 +1,7 @@
 """Mixed traffic: the planner with all sources against each source alone at its best fixed length.
 
-    python bench/mixed.py                                   # lookup alone, about a minute
-    python bench/mixed.py --source '{"method": "dspark", "model": "run/drafter"}' --batch 1 8
+    python bench/mixed.py                          # lookup and the drafter that ships, minutes
+    python bench/mixed.py --source '{"method": "table"}' --batch 1 8      # lookup and a table
     python bench/mixed.py --workload prompts.jsonl --plot mixed.svg -o mixed.json
 
 Code edits, JSON, chat, maths and summaries are decoded with a fixed number of requests under way.
@@ -29,6 +29,7 @@ from outrider.policy.fixed import FixedLength
 
 KINDS = ("code edit", "json", "chat", "maths", "summary")
 BATCHES, LENGTHS = (1, 4, 8, 16), (2, 4, 8, 16)
+SHIPPED = '{"method": "dspark"}'  # for the default target
 
 
 @dataclass
@@ -50,7 +51,8 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        self.sources = [{"method": "lookup"}, *map(json.loads, given.source)]
+        more = given.source or ([] if given.model else [SHIPPED])
+        self.sources = [{"method": "lookup"}, *map(json.loads, more)]
         self.llm = self._llm(self.sources)  # the planner's; it loads the target and measures it
         paths = given.workload or [DEFAULT_WORKLOAD, HERE / "maths.jsonl"]
         workload = read_workload(paths, given.category or (), given.limit)
@@ -177,7 +179,9 @@ def plot(results: dict[str, list[Side]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="default: the default target")
-    parser.add_argument("--source", action="append", default=[], help="JSON of one more source")
+    parser.add_argument(
+        "--source", action="append", help=f"JSON of one more source; by default {SHIPPED}"
+    )
     parser.add_argument("--workload", nargs="+", type=Path, help="JSONL of prompts instead")
     parser.add_argument("--category", action="append", help="only these")
     parser.add_argument("--limit", type=int, help="so many prompts, evenly spread")
