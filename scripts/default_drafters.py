@@ -72,7 +72,9 @@ class Plan:
 
 FIRST = Texts("data", range(4600), 10400, seed=1, features="features")
 FRESH = Texts(
-    *("data2", range(4750, 5550), 7000),
+    "data2",
+    range(4750, 5550),
+    7000,
     seed=3,
     features="features2",
     beginnings="beginnings.jsonl",

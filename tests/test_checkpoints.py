@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.checkpoints import load_drafter, save_drafter
-from outrider.checkpoints.find import find_drafter
+from outrider.checkpoints.find import find_drafters
 from outrider.drafters import ALGORITHMS, Drafter, DrafterConfig, make_drafter
 from outrider.drafters.base import Texts
 from outrider.drafting.build import build_sources
@@ -235,9 +235,9 @@ def test_drafters_in_the_cache_that_are_damaged_are_passed_over(name, value, tmp
     target = {"fingerprint": "f"}
     for path in (good, bad):
         save_drafter(make_random(make_config("pard")), path, target=target, provenance={})
-    assert find_drafter("pard", "f", {}) == bad
+    assert find_drafters("f", {})["pard"] == bad
     change_config(bad, lambda c: c.update({name: value}))
-    assert find_drafter("pard", "f", {}) == good
+    assert find_drafters("f", {})["pard"] == good
 
 
 def test_auto_takes_the_best_drafter_of_the_tokenizer_that_is_whole(tmp_path, monkeypatch, caplog):
@@ -269,7 +269,7 @@ def test_auto_leaves_a_drafter_alone_that_is_for_another_target_of_the_same_toke
         target = {"fingerprint": "f", **sizes, "num_layers": num_layers}
         drafter = make_random(make_config("dspark"))
         save_drafter(drafter, tmp_path / "drafters" / name, target=target, provenance={})
-    assert find_drafter("dspark", "f", sizes) == tmp_path / "drafters" / "second"
+    assert find_drafters("f", sizes)["dspark"] == tmp_path / "drafters" / "second"
     for name, value in {"vocab_size": 65, "hidden_size": 33, "num_layers": 5}.items():
         other: Any = SimpleNamespace(**{**sizes, name: value})
         sources = build_sources("auto", tokenizer=tokenizer, target=other)

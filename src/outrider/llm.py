@@ -26,6 +26,7 @@ from outrider.prompts import Conversation, Prompt, PromptReader, Submission, is_
 from outrider.results import RequestOutput, SpeculativeMetrics, StreamChunk
 from outrider.sampling_params import SamplingParams
 from outrider.target.base import PAGE_SIZE, Target
+from outrider.target.find import identity_of
 from outrider.terms import Terms
 from outrider.threads import set_num_threads
 
@@ -104,14 +105,14 @@ class LLM:
         check_config(speculative_config)  # loading a model takes longer than finding a typo
         _, rule = split_rule(speculative_config)
         is_ours = target is None  # nobody else has anything in its KV
-        self.target_id: str | None = None  # which weights it has, where they were loaded here
+        self._source: Path | None = None  # where the weights were loaded from
         if target is None:
             from outrider.target.load import load_target
 
             target, loaded = load_target(
                 model, dtype, device, max_model_len, deterministic, tokenizer
             )
-            tokenizer, self.target_id = loaded.tokenizer, loaded.identity
+            tokenizer, self._source = loaded.tokenizer, loaded.source
             own_eos = loaded.eos_token_ids
         elif isinstance(target, type) or not hasattr(target, "forward"):
             raise ConfigError(f"target must be a Target that is loaded, got {shown(target)}")
@@ -151,6 +152,11 @@ class LLM:
         self.prompts = PromptReader(self.tokenizer, self.engine.max_model_len)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[StreamChunk]] = {}
+
+    @property
+    def target_id(self) -> str | None:
+        """Which weights the target has, see `identity_of`; None of one that was given loaded."""
+        return None if self._source is None else identity_of(self._source)
 
     @property
     def metrics(self) -> SpeculativeMetrics:

@@ -13,13 +13,15 @@ from outrider.errors import DataError
 log = logging.getLogger("outrider")
 
 
-def find_drafter(algorithm: str, fingerprint: str | None, sizes: Mapping[str, int]) -> Path | None:
-    """The first drafter of this kind made for a target of this tokenizer and these sizes.
+def find_drafters(fingerprint: str | None, sizes: Mapping[str, int]) -> dict[str, Path]:
+    """By algorithm the first drafter made for a target of this tokenizer and these sizes.
 
     Models of one family share a tokenizer, so that it alone tells no target.
     """
+    found: dict[str, Path] = {}
     if fingerprint is None:
-        return None
+        return found
+    wanted = {"fingerprint": fingerprint, **sizes}
     for directory in (cache_dir("drafters"), Path(outrider.__file__).parent / "pretrained"):
         for path in sorted(directory.glob("*/config.json")):
             try:
@@ -30,10 +32,10 @@ def find_drafter(algorithm: str, fingerprint: str | None, sizes: Mapping[str, in
             target, shape = config.get("target"), config.get("drafter")
             if not isinstance(target, dict) or not isinstance(shape, dict):
                 continue  # of another format, or damaged
-            wanted = {"fingerprint": fingerprint, **sizes}
-            if shape.get("algorithm") == algorithm and wanted.items() <= target.items():
-                return path.parent
-    return None
+            algorithm = shape.get("algorithm")
+            if isinstance(algorithm, str) and wanted.items() <= target.items():
+                found.setdefault(algorithm, path.parent)
+    return found
 
 
 def algorithm_at(path: object) -> str | None:

@@ -6,9 +6,10 @@ Methods and keys are vLLM's where vLLM has them.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.checkpoints.find import find_drafter
+from outrider.checkpoints.find import find_drafters
 from outrider.drafting.forced import ForcedSource
 from outrider.drafting.lookup import LookupSource
 from outrider.drafting.predicted import PredictedSource
@@ -135,7 +136,7 @@ def _trained(algorithm: str) -> Callable[..., DraftSource]:
 
     def make(
         around: Surroundings,
-        model: str | None = None,
+        model: str | Path | None = None,
         num_speculative_tokens: int | None = None,
         parallel_drafting: bool = False,
     ) -> DraftSource:
@@ -144,7 +145,7 @@ def _trained(algorithm: str) -> Callable[..., DraftSource]:
 
         # vLLM calls P-EAGLE an EAGLE-3 that drafts in parallel.
         wanted = "peagle" if algorithm == "eagle3" and parallel_drafting else algorithm
-        path = model or find_drafter(wanted, around.fingerprint, around.sizes)
+        path = model or find_drafters(around.fingerprint, around.sizes).get(wanted)
         if path is None:
             raise ConfigError(
                 f"no {wanted} drafter ships for {around.shown}: name one with the key 'model', or "
@@ -164,12 +165,12 @@ TRAINED = ("dspark", "eagle3", "dflash", "peagle", "mtp", "medusa", "pard")  # b
 
 def trained_drafter(around: Surroundings) -> DraftSource | None:
     """The best of the drafters that ship for the target's tokenizer, or were put in the cache."""
-    for name in TRAINED:
-        if find_drafter(name, around.fingerprint, around.sizes) is not None:
-            try:
-                return METHODS[name].make(around)
-            except DataError as error:
-                log.warning("%s", error)
+    found = find_drafters(around.fingerprint, around.sizes)
+    for name in [name for name in TRAINED if name in found]:
+        try:
+            return METHODS[name].make(around, model=found[name])
+        except DataError as error:
+            log.warning("%s", error)
     return None
 
 

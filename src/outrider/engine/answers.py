@@ -6,8 +6,10 @@ at item by item, converted where its meaning is clear, and refused where it is n
 Shape legend: n tokens of a draft, V vocabulary.
 """
 
+from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +20,18 @@ from outrider.errors import ConfigError, OutriderError, SourceError
 NUMBERS = frozenset((float, int))
 LARGE = 1e30  # no confidences come near it
 PROBS_TOLERANCE = 1e-3  # of the sum of a distribution: float32 rounding over 10**5 ids is 1e-5
+
+
+class Fields(NamedTuple):
+    """What plans are made with of what a source says of itself."""
+
+    name: str
+    target_layer_ids: Sequence[int]
+    max_draft_tokens: int
+    kv_lag: int
+
+
+fields_of = attrgetter(*Fields._fields)
 
 
 def check_source(source: object, num_layers: int) -> None:

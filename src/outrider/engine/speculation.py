@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
-from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from outrider.checks import shown
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
-from outrider.engine.answers import check_answer, check_source
+from outrider.engine.answers import Fields, check_answer, check_source, fields_of
 from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part, subset
 from outrider.engine.guard import STALL_PER_TOKEN, STALL_SECONDS, Guard
 from outrider.engine.merging import joined
@@ -29,7 +28,6 @@ from outrider.target.kv import KVArena
 from outrider.terms import Terms
 from outrider.threads import one_thread
 
-FIELDS = ("name", "target_layer_ids", "max_draft_tokens", "kv_lag")  # that plans are made with
 MAX_KINDS = 32  # that are told apart: users may write anything there
 MANY = 64  # pieces of features, each of which keeps those of its whole step in memory
 
@@ -98,8 +96,7 @@ class Speculation:
         self.arena = arena
         self._needs_probs = needs_probs
         self._by_name = {source.name: source for source in self.sources}
-        self._fields = attrgetter(*FIELDS)
-        self._said = {id(source): self._fields(source) for source in self.sources}
+        self._said = {id(source): Fields(*fields_of(source)) for source in self.sources}
         self._num_layers = target.num_layers
         self._features: dict[tuple[str, str], list[torch.Tensor]] = {}
         self._kinds: set[str] = {""}
@@ -205,7 +202,7 @@ class Speculation:
         """Features of newly committed tokens, [m, len(layer_ids) * hidden], until asked for."""
         request_id = request.request_id
         for source in self.sources:
-            layers = self._said[id(source)][1]
+            layers = self._said[id(source)].target_layer_ids
             if not layers or not self._may_listen(source, request):
                 continue
             mine = features
@@ -292,17 +289,19 @@ class Speculation:
         """
         known = self._said[id(source)]
         try:
-            said = self._fields(source)
+            said = fields_of(source)
             if said == known:
                 return
             check_source(source, self._num_layers)
             if said[:2] != known[:2]:
-                raise ConfigError(f"{FIELDS[:2]} must stay {known[:2]}, got {shown(said[:2])}")
+                raise ConfigError(
+                    f"{Fields._fields[:2]} must stay {known[:2]}, got {shown(said[:2])}"
+                )
         except Exception as error:
-            for field_name, value in zip(FIELDS, known, strict=True):
+            for field_name, value in zip(Fields._fields, known, strict=True):
                 setattr(source, field_name, value)
             raise SourceError(f"draft source {source.name!r} changed itself: {error}") from error
-        self._said[id(source)] = said
+        self._said[id(source)] = Fields(*said)
 
     def _root_drafts(
         self, source: DraftSource, view: StepView, proposals: Sequence[Proposal]
@@ -440,7 +439,7 @@ class Speculation:
     def _context(self, source: DraftSource, request: Request) -> DraftContext:
         context = request.context
         context.token_ids = request.tokens.view()
-        if not self._said[id(source)][1]:
+        if not self._said[id(source)].target_layer_ids:
             return context
         pending = self._features.pop((source.name, request.request_id), [])
         with one_thread():
