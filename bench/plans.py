@@ -5,10 +5,11 @@
     python bench/plans.py run synthetic --curve gpu --batch 256
 
 `record` decodes the prompts plainly and asks every source at every place. `run` decodes the trace
-again with each source alone at its best fixed length, with the planner, and plainly; seconds are
-those of a cost curve: of this machine (measured by `record`, kept beside the trace) or of a large
-GPU. The last line is {"<batch>": {"planner": …, "best_single": …, "plain": …, "plan_ms": …}} in
-tokens per simulated second; plan_ms is the planner's own time per step, on this machine.
+again with each source alone at its best fixed length, with the planner, plainly, and with an
+oracle, a plan that knows which drafts are right; seconds are those of a cost curve: of this machine
+(measured by `record`, kept beside the trace) or of a large GPU. The last line is {"<batch>":
+{"planner": …, "best_single": …, "plain": …, "oracle": …, "plan_ms": …}} in tokens per simulated
+second; plan_ms is the planner's own time per step, on this machine.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from outrider.bench.workload import DEFAULT_WORKLOAD, encoded, read_workload
 from outrider.policy.cost import CostModel, Surface
 from outrider.policy.fixed import FixedLength
 from outrider.policy.measure import surface_of
+from outrider.policy.oracle import Oracle
 from outrider.policy.planner import Planner
-from outrider.policy.simulate import MakePolicy, Simulated, gpu_like, simulate
+from outrider.policy.simulate import MakePolicy, Simulated, by_id, gpu_like, simulate
 from outrider.policy.traces import Recorder, Trace, read_trace, synthetic
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 16)
@@ -70,16 +72,19 @@ def run(given: argparse.Namespace) -> None:
         }
         name, length = best = max(singles, key=lambda pair: singles[pair])
         planner = rate(_informed(surface), *names)
+        oracle = rate(_oracle(surface, trace), *names).tokens_per_second
         print(
             f"batch {batch}: plain {plain:.0f}, {name} with {length} tokens {singles[best]:.0f}, "
             f"planner {planner.tokens_per_second:.0f} tokens/s "
             f"({planner.tokens_per_second / singles[best]:.2f}x, "
-            f"{planner.tokens_per_second / plain:.2f}x of plain), accepted {planner.by_source}"
+            f"{planner.tokens_per_second / plain:.2f}x of plain), accepted {planner.by_source}, "
+            f"oracle {oracle:.0f} ({oracle / singles[best]:.2f}x)"
         )
         last[str(batch)] = {
             "planner": round(planner.tokens_per_second, 1),
             "best_single": round(singles[best], 1),
             "plain": round(plain, 1),
+            "oracle": round(oracle, 1),
             "plan_ms": round(1e3 * planner.planner_seconds_per_step, 3),
         }
     print(json.dumps(last))
@@ -95,6 +100,14 @@ def _informed(surface: Surface) -> Callable[[CostModel], Planner]:
     def make(cost: CostModel) -> Planner:
         cost.use(surface)
         return Planner(cost)
+
+    return make
+
+
+def _oracle(surface: Surface, trace: Trace) -> Callable[[CostModel], Oracle]:
+    def make(cost: CostModel) -> Oracle:
+        cost.use(surface)
+        return Oracle(cost, by_id(trace), trace.calls)
 
     return make
 

@@ -51,6 +51,11 @@ class _Running:
     place: int = 0  # output tokens written
 
 
+def by_id(trace: Trace) -> dict[str, RequestTrace]:
+    """The requests of a trace, by the ids under which `simulate` decodes them."""
+    return {f"r{i}": request for i, request in enumerate(trace.requests)}
+
+
 def gpu_like(max_rows: int = 4096) -> Surface:
     """A forward of a model of 8 billion weights on a large GPU.
 
@@ -80,7 +85,7 @@ def simulate(
     policy = make_policy(learnt)
     names = dict.fromkeys(name for r in trace.requests for drafts in r.drafts for name in drafts)
     sources = [_Named(name) for name in names]
-    waiting = [_Running(f"r{i}", request) for i, request in enumerate(trace.requests)][::-1]
+    waiting = [_Running(name, request) for name, request in by_id(trace).items()][::-1]
     running: list[_Running] = []
     result = Simulated()
     with _uncollected():

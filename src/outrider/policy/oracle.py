@@ -1,0 +1,79 @@
+"""A plan that knows how each text goes on: what any plan could reach with the sources of a trace.
+
+It submits the tokens that are right and no others, and has a source drafted from where that brings
+more tokens than decoding makes meanwhile. Between it and plain decoding lies all that planning can
+do; what a real plan lacks of it is the price of not knowing.
+"""
+
+from collections.abc import Mapping
+
+from outrider.drafting.source import Draft, DraftSource
+from outrider.engine.drafts import matched
+from outrider.policy.cost import CostModel
+from outrider.policy.fixed import FixedLength
+from outrider.policy.traces import RequestTrace
+from outrider.policy.view import Ask, StepView, cap
+
+
+class Oracle(FixedLength):
+    """A Policy for simulations only.
+
+    Args:
+        cost: knows what forwards take.
+        requests: by the id under which each is decoded.
+        calls: seconds of a call by source: of any, and of each request.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        requests: Mapping[str, RequestTrace],
+        calls: Mapping[str, tuple[float, float]],
+    ) -> None:
+        super().__init__()
+        self._cost, self._requests, self._calls = cost, requests, calls
+        self._tokens, self._seconds = 0.0, 0.0
+
+    def budgets(self, source: DraftSource, view: StepView) -> list[int]:
+        """All requests whose tokens pay for the call together."""
+        base, each = self._calls.get(source.name, (0.0, 0.0))
+        curve = self._cost.curve(view.context)
+        rows = view.num_rows + sum(len(self._known(ask)) for ask in view.asks)
+        rate = self._tokens / self._seconds if self._seconds else len(view.asks) / curve[rows]
+        worth = []
+        for ask in view.asks:
+            new = max(0, len(self._right(ask, source.name)) - len(self._known(ask)))
+            more = curve[min(rows + new, self._cost.max_rows)] - curve[rows]
+            worth.append(new - rate * (each + more))
+        if sum(value for value in worth if value > 0) <= rate * base:
+            return [0] * len(worth)
+        return [
+            cap(ask, source) if value > 0 else 0
+            for ask, value in zip(view.asks, worth, strict=True)
+        ]
+
+    def choose(self, view: StepView) -> list[Draft]:
+        """What is right of the best draft of each request, and nothing else."""
+        chosen, left = [], view.row_budget
+        for ask in view.asks:
+            chosen.append(Draft(self._known(ask)[:left], source="oracle"))
+            left -= len(chosen[-1])
+        rows = view.num_rows + view.row_budget - left
+        self._tokens += len(view.asks) + view.row_budget - left
+        self._seconds += self._cost.curve(view.context)[rows] + view.spent
+        return chosen
+
+    def _known(self, ask: Ask) -> list[int]:
+        """The right tokens that drafts of this step have brought so far."""
+        rights = [self._right(ask, draft.source) for draft in ask.drafts]
+        return max(rights, key=len, default=[])
+
+    def _right(self, ask: Ask, name: str) -> list[int]:
+        """The right tokens that a source says, or would say, of a request."""
+        request = self._requests[ask.request_id]
+        place = ask.length - request.num_prompt_tokens
+        draft = request.drafts[place].get(name)
+        if draft is None:
+            return []
+        rest = request.token_ids[place : place + ask.room]
+        return rest[: matched(draft, rest)]
