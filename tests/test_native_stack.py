@@ -110,19 +110,26 @@ def test_a_first_row_depends_on_the_last_of_its_block_alone_when_they_see_each_o
         assert not differs[10:].any()
 
 
-def native(kind: str, dtype: torch.dtype, **overrides: Any) -> NativeStack:
-    stack = NativeStack(toy_drafter(kind, **overrides), dtype)
+def native(kind: str, dtype: torch.dtype, codes: bool | None = None) -> NativeStack:
+    stack = NativeStack(toy_drafter(kind), dtype, codes)
     stack.allocate_kv(PAGES)
     return stack
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+WEIGHTS = pytest.mark.parametrize(
+    ("dtype", "codes"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "codes"],
+)
+
+
+@WEIGHTS
 @pytest.mark.parametrize("kind", ["eagle3 normed residual", "dflash", "mtp"])
 @pytest.mark.parametrize("two_way", [False, True])
 def test_bits_do_not_depend_on_what_shares_the_call(
-    kind: str, dtype: torch.dtype, two_way: bool
+    kind: str, dtype: torch.dtype, codes: bool, two_way: bool
 ) -> None:
-    stack = native(kind, dtype)
+    stack = native(kind, dtype, codes)
     has_side = kind.startswith("eagle3")
 
     def run(batch: ForwardBatch, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,9 +149,9 @@ def test_bits_do_not_depend_on_what_shares_the_call(
     assert torch.equal(logits[20:], expected[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stored_keys_do_not_depend_on_portions(dtype: torch.dtype) -> None:
-    stack = native("dflash", dtype)
+@WEIGHTS
+def test_stored_keys_do_not_depend_on_portions(dtype: torch.dtype, codes: bool) -> None:
+    stack = native("dflash", dtype, codes)
     context, block = rows(70), rows(8, 1)
     results = []
     for table, sizes in (([0, 1, 2, 3, 4], [70]), ([9, 7, 30, 6, 5], [1, 16, 13, 40])):
@@ -178,7 +185,7 @@ def test_bfloat16_is_close_to_float32() -> None:
     drafter = toy_drafter("eagle3")
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        stack = NativeStack(drafter, dtype)
+        stack = NativeStack(drafter, dtype, codes=False)
         stack.allocate_kv(PAGES)
         results.append(stack.run(batch_of([30]), rows(30), rows(30, 1)))
     (exact, exact_logits), (rounded, logits) = results
@@ -186,6 +193,36 @@ def test_bfloat16_is_close_to_float32() -> None:
     assert (exact_logits - logits).norm() < 0.02 * exact_logits.norm()
     assert stack.kv_bytes_per_token == 2 * 2 * 16 * 2
     assert (exact != rounded).any()
+
+
+def coded(weight: torch.Tensor) -> torch.Tensor:
+    """The nearest of 127 values that lie evenly to both sides of 0, by output."""
+    scale = weight.abs().amax(1, keepdim=True) / 63
+    return torch.where(scale > 0, (weight / scale).round() * scale, weight)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "mtp", "pard"])
+def test_codes_stand_for_the_nearest_of_127_values(kind: str) -> None:
+    drafter = toy_drafter(kind)
+    with torch.no_grad():
+        drafter.head[5] = 0.0  # an output without a scale
+    coarse, fine = (NativeStack(drafter, torch.bfloat16, codes) for codes in (True, False))
+    with torch.no_grad():
+        drafter.head.copy_(coded(drafter.head))
+        for module in drafter.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(coded(module.weight))
+    results = []
+    for stack in (NativeStack(drafter, torch.float32), coarse, fine):
+        stack.allocate_kv(PAGES)
+        side = rows(60, 1) if kind == "eagle3" else None
+        results.append(stack.run(batch_of([40, 3, 17]), rows(60), side)[1].clone())
+    expected, found, other = results
+    assert (found - expected).norm() < 0.012 * expected.norm()  # as bfloat16 rounds
+    assert (other - expected).norm() > 0.02 * expected.norm()
+    assert (found[:, 5] == 0).all()
+    outputs = sum(outputs for outputs, _ in coarse._model.shape.matrices)
+    assert coarse.weight_bytes == fine.weight_bytes / 2 + 4 * outputs
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,14 @@ class NativeStack:
     Args:
         drafter: attached to its target; later changes to its parameters are not seen.
         dtype: bfloat16 or float32, of weights and KV; sums, norms and states are float32.
+        codes: as of `NativeModel`; None: with bfloat16. Reading its weights is most of what a small
+            draft takes, and what is proposed hardly changes.
 
     Raises:
         ModelError: this drafter cannot be run; the message says why.
     """
 
-    def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:
+    def __init__(self, drafter: Drafter, dtype: torch.dtype, codes: bool | None = None) -> None:
         reason, lib = why_not_native(drafter), library()
         if reason is not None or lib is None:
             raise ModelError(f"drafter {drafter.config.algorithm}: {reason}")
@@ -77,6 +79,7 @@ class NativeStack:
             drafter.head,
             drafter.embedding,
             dtype,
+            dtype == torch.bfloat16 if codes is None else codes,
         )
         self.kv_bytes_per_token = self._model.kv_bytes_per_token
         self.weight_bytes = self._model.weight_bytes

@@ -3,10 +3,12 @@
 // windows) and drafters (rows in place of tokens, a second input, keys and values of given rows).
 // All threads run the whole forward as one job and meet at barriers.
 //
-// Legend: T rows, H hidden width, Q = heads * head_dim, E float or bf16 (weights, KV, inputs of
-// matrix products; sums, norms and the residual stream are float throughout).
+// Legend: T rows, H hidden width, Q = heads * head_dim, E float or bf16 (KV, inputs of matrix
+// products), W what matrices are kept in: E, or u7 beside bf16. Sums, norms and the residual stream
+// are float throughout.
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 #include "attention.h"
 #include "norm.h"
@@ -16,7 +18,7 @@
 namespace outrider {
 
 struct LayerSpec {  // mirrored in outrider/target/native_model.py; null pointers: not there
-    const void *qkv, *attention_out, *gate_up, *down;  // packed tiles
+    const void *qkv, *attention_out, *gate_up, *down;  // packed tiles; behind those of u7, scales
     const float *qkv_bias, *out_bias;
     const float *input_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm, *query_norm, *key_norm;
     const float *side_norm;  // where qkv reads 2 H: [norm(side), norm(x)]
@@ -26,7 +28,7 @@ struct LayerSpec {  // mirrored in outrider/target/native_model.py; null pointer
 };
 
 struct ModelSpec {  // mirrored in outrider/target/native_model.py
-    int layers, hidden, intermediate, vocab, padded_vocab, heads, kv_heads, head_dim, rope_dim, is_bf16,
+    int layers, hidden, intermediate, vocab, padded_vocab, heads, kv_heads, head_dim, rope_dim, kind,
         use_gelu;
     float epsilon, query_scale, attention_softcap, logits_softcap, embedding_scale;
     const void *embedding;  // [vocab][H], not packed; null: rows are given
@@ -50,7 +52,7 @@ struct AnyModel {
     virtual void move_kv(const int *from, const int *to, int n) = 0;
 };
 
-template <class E>
+template <class E, class W>
 class Model final : public AnyModel {
   public:
     explicit Model(const ModelSpec &spec)
@@ -104,17 +106,20 @@ class Model final : public AnyModel {
     void rotate_queries(int row, int head, const LayerSpec &layer);
     void store_keys_and_values(const RowBlock &block, int head, const LayerSpec &layer, const LayerKV<E> &kv);
     template <class Epilogue>
-    void linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix, const Matrix<E> &next,
+    void linear(int phase, int thread, const E *x, int rows, const Matrix<W> &matrix, const Matrix<W> &next,
                 const Epilogue &epilogue);
-    Matrix<E> matrix(const void *weights, int outputs, int inputs) const {
-        return {static_cast<const E *>(weights), outputs, inputs};
+    Matrix<W> matrix(const void *weights, int outputs, int inputs) const {
+        Matrix<W> found{static_cast<const W *>(weights), outputs, inputs};
+        if (std::is_same_v<W, u7>)
+            found.scales = reinterpret_cast<const float *>(found.weights + long(found.tiles()) * kLanes * inputs);
+        return found;
     }
-    Matrix<E> qkv_of(int l) const {  // after the last layer: what is read next
+    Matrix<W> qkv_of(int l) const {  // after the last layer: what is read next
         if (l == spec_.layers) return matrix(spec_.lm_head, spec_.padded_vocab, spec_.hidden);
         return matrix(layers_[l].qkv, query_width() + 2 * kv_width(), input_width(layers_[l]));
     }
     int input_width(const LayerSpec &layer) const { return (layer.side_norm ? 2 : 1) * spec_.hidden; }
-    long bytes_ahead(int thread, int chunk, const Matrix<E> &matrix, const Matrix<E> &next) const;
+    long bytes_ahead(int thread, int chunk, const Matrix<W> &matrix, const Matrix<W> &next) const;
     template <class Body>
     void each(int phase, int thread, int n, const Body &body) {
         shares_->run(phase, thread, n, body);
@@ -132,13 +137,15 @@ class Model final : public AnyModel {
     std::vector<RowBlock> blocks_;
     std::vector<float> x_, y_, qkv_;           // [T][H], [T][H], [T][Q + 2 KV]
     std::vector<E> normed_, queries_, heads_, mlp_;  // [T][2 H], [kv head][T][group][dim], [T][Q], [T][I]
+    std::vector<std::vector<float>> row_sums_;       // [T] of each thread, of what it multiplies
 };
 
-template <class E>
-void Model<E>::begin(const Batch &batch) {
+template <class E, class W>
+void Model<E, W>::begin(const Batch &batch) {
     int threads = num_threads();
     if (!shares_ || threads != threads_) {
         threads_ = threads;
+        row_sums_.resize(threads);
         shares_ = std::make_unique<Shares>(spec_.layers * kPhases + kPhases, threads);
     }
     shares_->reset();
@@ -147,8 +154,8 @@ void Model<E>::begin(const Batch &batch) {
     blocks_ = find_blocks(batch);
 }
 
-template <class E>
-void Model<E>::reserve_scratch() {
+template <class E, class W>
+void Model<E, W>::reserve_scratch() {
     size_t rows = batch_.rows;
     if (y_.size() >= rows * spec_.hidden) return;
     x_.resize(rows * spec_.hidden);
@@ -165,8 +172,8 @@ void store_biased(float *to, const float *sums, int n, const float *bias, int co
         store(to + i, bias ? load(sums + i) + load(bias + column + i) : load(sums + i));
 }
 
-template <class E>
-void Model<E>::run(int thread) {
+template <class E, class W>
+void Model<E, W>::run(int thread) {
     const int rows = batch_.rows, H = spec_.hidden, width = query_width() + 2 * kv_width();
     for (int l = 0; l < spec_.layers; l++) {
         const LayerSpec &layer = layers_[l];
@@ -177,9 +184,9 @@ void Model<E>::run(int thread) {
             complete_layer(row, l - 1);
             norm_input(row, layer);
         });
-        const Matrix<E> out = matrix(layer.attention_out, H, query_width());
-        const Matrix<E> gate_up = matrix(layer.gate_up, 2 * spec_.intermediate, H);
-        const Matrix<E> down = matrix(layer.down, H, spec_.intermediate);
+        const Matrix<W> out = matrix(layer.attention_out, H, query_width());
+        const Matrix<W> gate_up = matrix(layer.gate_up, 2 * spec_.intermediate, H);
+        const Matrix<W> down = matrix(layer.down, H, spec_.intermediate);
         linear(phase + kQkv, thread, normed_.data(), rows, qkv_of(l), out,
                [&](int row, int column, const float *sums, int n) {
                    store_biased(&qkv_[long(row) * width + column], sums, n, layer.qkv_bias, column);
@@ -235,8 +242,8 @@ void Model<E>::run(int thread) {
            });
 }
 
-template <class E>
-void Model<E>::run_context(int thread) {
+template <class E, class W>
+void Model<E, W>::run_context(int thread) {
     const int rows = batch_.rows, H = spec_.hidden, width = query_width() + 2 * kv_width();
     each(kNormIn, thread, rows, [&](int row) {
         for (int i = 0; i < H; i += kLanes)
@@ -245,8 +252,8 @@ void Model<E>::run_context(int thread) {
     // Whole chunks only: the last queries come along where they end amid one.
     const int skipped = query_width() / (2 * kLanes) * 2 * kLanes;
     for (int l = 0; l < spec_.layers; l++) {
-        const Matrix<E> all = qkv_of(l);
-        const Matrix<E> wanted = matrix(all.weights + long(skipped) * H, width - skipped, H);
+        const Matrix<W> all = qkv_of(l);
+        const Matrix<W> wanted = all.behind(skipped);
         const int phase = l * kPhases;
         linear(phase + kQkv, thread, normed_.data(), rows, wanted, qkv_of((l + 1) % spec_.layers),
                [&](int row, int column, const float *sums, int n) {
@@ -258,8 +265,8 @@ void Model<E>::run_context(int thread) {
     }
 }
 
-template <class E>
-void Model<E>::take_input(int row) {
+template <class E, class W>
+void Model<E, W>::take_input(int row) {
     float *x = &x_[long(row) * spec_.hidden];
     if (batch_.x) {
         std::copy_n(batch_.x + long(row) * spec_.hidden, spec_.hidden, x);
@@ -269,8 +276,8 @@ void Model<E>::take_input(int row) {
 }
 
 // x += y, normalised first where the model says so.
-template <class E>
-void Model<E>::add(int row, const float *post_norm) {
+template <class E, class W>
+void Model<E, W>::add(int row, const float *post_norm) {
     const int H = spec_.hidden;
     float *x = &x_[long(row) * H];
     const float *y = &y_[long(row) * H];
@@ -284,8 +291,8 @@ void Model<E>::add(int row, const float *post_norm) {
 
 // x becomes the output of a layer, -1: the input of the first one. It is copied out where a
 // source of drafts asked for it.
-template <class E>
-void Model<E>::complete_layer(int row, int layer) {
+template <class E, class W>
+void Model<E, W>::complete_layer(int row, int layer) {
     const int H = spec_.hidden;
     if (layer < 0) take_input(row);
     else add(row, layers_[layer].post_mlp_norm);
@@ -295,8 +302,8 @@ void Model<E>::complete_layer(int row, int layer) {
 }
 
 // What the queries, keys and values of a layer are made from.
-template <class E>
-void Model<E>::norm_input(int row, const LayerSpec &layer) {
+template <class E, class W>
+void Model<E, W>::norm_input(int row, const LayerSpec &layer) {
     const int H = spec_.hidden;
     float *x = &x_[long(row) * H];
     E *normed = &normed_[long(row) * input_width(layer)];
@@ -329,8 +336,8 @@ void rotate_head(float *head, const ModelSpec &spec, const float *norm, const fl
 }
 
 // Queries of one row that share a KV head: norm, rotation, and their place for attention.
-template <class E>
-void Model<E>::rotate_queries(int row, int head, const LayerSpec &layer) {
+template <class E, class W>
+void Model<E, W>::rotate_queries(int row, int head, const LayerSpec &layer) {
     const int dim = spec_.head_dim, group = shape_.group();
     for (int g = 0; g < group; g++) {
         float *query = qkv_row(row) + (head * group + g) * dim;
@@ -340,8 +347,8 @@ void Model<E>::rotate_queries(int row, int head, const LayerSpec &layer) {
     }
 }
 
-template <class E>
-void Model<E>::store_keys_and_values(const RowBlock &block, int head, const LayerSpec &layer, const LayerKV<E> &kv) {
+template <class E, class W>
+void Model<E, W>::store_keys_and_values(const RowBlock &block, int head, const LayerSpec &layer, const LayerKV<E> &kv) {
     const int dim = spec_.head_dim;
     for (int r = 0; r < block.rows; r++) {
         float *key = qkv_row(block.row + r) + query_width() + head * dim;
@@ -358,15 +365,15 @@ void Model<E>::store_keys_and_values(const RowBlock &block, int head, const Laye
 
 // From a chunk to what this thread reads kPrefetch bytes later: in its own range, and beyond the
 // end of that, in its range of the next matrix.
-template <class E>
-long Model<E>::bytes_ahead(int thread, int chunk, const Matrix<E> &matrix, const Matrix<E> &next) const {
+template <class E, class W>
+long Model<E, W>::bytes_ahead(int thread, int chunk, const Matrix<W> &matrix, const Matrix<W> &next) const {
     int first = shares_->begin(matrix.chunks(), thread), end = shares_->begin(matrix.chunks(), thread + 1);
     if (chunk < first || chunk >= end) return 0;  // helping another thread
-    int later = chunk + std::max(1, int(kPrefetch / long(sizeof(E)) / matrix.chunk_size()));
-    const E *target = matrix.chunk(later);
+    int later = chunk + std::max(1, int(kPrefetch / long(sizeof(W)) / matrix.chunk_size()));
+    const W *target = matrix.chunk(later);
     if (later >= end)
         target = next.chunk(shares_->begin(next.chunks(), thread)) + (later - end) * matrix.chunk_size();
-    return (target - matrix.chunk(chunk)) * long(sizeof(E));
+    return (target - matrix.chunk(chunk)) * long(sizeof(W));
 }
 
 // Asks at once for what other threads have just written, or it comes line by line.
@@ -375,13 +382,18 @@ void fetch(const E *from, long elements) {
     for (long i = 0; i < elements; i += kStep<E>) __builtin_prefetch(from + i);
 }
 
-template <class E>
+template <class E, class W>
 template <class Epilogue>
-void Model<E>::linear(int phase, int thread, const E *x, int rows, const Matrix<E> &matrix,
-                      const Matrix<E> &next, const Epilogue &epilogue) {
+void Model<E, W>::linear(int phase, int thread, const E *x, int rows, const Matrix<W> &matrix,
+                         const Matrix<W> &next, const Epilogue &epilogue) {
     fetch(x, long(std::min(rows, kMaxRows)) * matrix.inputs);
+    std::vector<float> &row_sums = row_sums_[thread];
+    if (matrix.scales) {
+        row_sums.resize(rows);
+        for (int row = 0; row < rows; row++) row_sums[row] = sum_of(x + long(row) * matrix.inputs, matrix.inputs);
+    }
     each(phase, thread, matrix.chunks(), [&](int chunk) {
-        multiply_chunk(x, rows, matrix, chunk, bytes_ahead(thread, chunk, matrix, next), epilogue);
+        multiply_chunk(x, rows, matrix, chunk, bytes_ahead(thread, chunk, matrix, next), epilogue, row_sums.data());
     });
 }
 
@@ -393,8 +405,10 @@ using outrider::AnyModel;
 extern "C" {
 
 void *outrider_model_new(const outrider::ModelSpec *spec) {
-    if (spec->is_bf16) return static_cast<AnyModel *>(new outrider::Model<outrider::bf16>(*spec));
-    return static_cast<AnyModel *>(new outrider::Model<float>(*spec));
+    using namespace outrider;
+    if (spec->kind == kU7) return static_cast<AnyModel *>(new Model<bf16, u7>(*spec));
+    if (spec->kind == kBf16) return static_cast<AnyModel *>(new Model<bf16, bf16>(*spec));
+    return static_cast<AnyModel *>(new Model<float, float>(*spec));
 }
 void outrider_model_free(void *model) { delete static_cast<AnyModel *>(model); }
 void outrider_model_allocate_kv(void *model, long pages) { static_cast<AnyModel *>(model)->allocate_kv(pages); }

@@ -1,6 +1,8 @@
 // Weights from rows of a checkpoint into the tiles that multiply() reads.
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 #include "multiply.h"
@@ -14,18 +16,40 @@ struct Places {
     int first, step, tiles;
 };
 
+// To the type of the tiles. One scale per row of weights, where they need one: the largest of them
+// is as far from the middle as it goes.
+template <class Out>
+struct Rounded {
+    template <class In>
+    Rounded(const In *, int, float *) {}
+    void store_at(Out *to, float x) const { store(to, x); }
+};
+template <>
+struct Rounded<u7> {
+    float per_scale = 0;
+    template <class In>
+    Rounded(const In *row, int inputs, float *scale) {
+        float most = 0;
+        for (int k = 0; row && k < inputs; k++) most = std::max(most, std::fabs(to_float(row[k])));
+        *scale = most / (kMiddle - 1);
+        if (most > 0) per_scale = (kMiddle - 1) / most;
+    }
+    void store_at(u7 *to, float x) const { to->bits = uint8_t(kMiddle + int(std::lrint(x * per_scale))); }
+};
+
 template <class Out, class In>
 void pack(Out *matrix, const In *in, int outputs, int inputs, Places places) {
+    float *scales = reinterpret_cast<float *>(matrix + long(places.tiles) * kLanes * inputs);
     parallel_for((outputs + kLanes - 1) / kLanes, 1, [&](long t) {
         const long place = places.first + t * places.step;
         const bool in_turn = place % 2 || place + 1 < places.tiles;  // with the other tile of its chunk
         Out *chunk = matrix + place / 2 * 2 * kLanes * inputs;
         Out *tile = in_turn ? chunk + place % 2 * kStep<Out> : chunk;
         for (int lane = 0; lane < kLanes; lane++) {
-            long row = t * kLanes + lane;
+            const In *row = t * kLanes + lane < outputs ? in + (t * kLanes + lane) * inputs : nullptr;
+            const Rounded<Out> rounded(row, inputs, scales + place * kLanes + lane);
             for (int k = 0; k < inputs; k++)
-                store(tile + tile_index(tile, k, lane, in_turn ? 2 : 1),
-                      row < outputs ? to_float(in[row * inputs + k]) : 0.0f);
+                rounded.store_at(tile + tile_index(tile, k, lane, in_turn ? 2 : 1), row ? to_float(row[k]) : 0.0f);
         }
     });
 }
@@ -35,16 +59,19 @@ void pack(Out *matrix, const In *in, int outputs, int inputs, Places places) {
 
 extern "C" {
 
-// Packs `outputs` x `inputs` weights into a matrix of `tiles` tiles: their tile t becomes its tile
-// first + t * step. Lanes beyond `outputs` become zero.
-void outrider_pack(void *matrix, int matrix_is_bf16, const void *in, int in_is_bf16, int outputs, int inputs,
-                   int first, int step, int tiles) {
+// Packs `outputs` x `inputs` weights into a matrix of `tiles` tiles of a Kind: their tile t becomes
+// its tile first + t * step. Lanes beyond `outputs` become zero. Scales go behind the tiles.
+void outrider_pack(void *matrix, int kind, const void *in, int in_is_bf16, int outputs, int inputs, int first,
+                   int step, int tiles) {
     using namespace outrider;
     const Places places{first, step, tiles};
-    if (matrix_is_bf16 && in_is_bf16) pack((bf16 *)matrix, (const bf16 *)in, outputs, inputs, places);
-    else if (matrix_is_bf16) pack((bf16 *)matrix, (const float *)in, outputs, inputs, places);
-    else if (in_is_bf16) pack((float *)matrix, (const bf16 *)in, outputs, inputs, places);
-    else pack((float *)matrix, (const float *)in, outputs, inputs, places);
+    const auto from = [&](const auto *rows) {
+        if (kind == kU7) pack((u7 *)matrix, rows, outputs, inputs, places);
+        else if (kind == kBf16) pack((bf16 *)matrix, rows, outputs, inputs, places);
+        else pack((float *)matrix, rows, outputs, inputs, places);
+    };
+    if (in_is_bf16) from((const bf16 *)in);
+    else from((const float *)in);
 }
 
 // Memory on huge pages: with 4 KB pages a pass over the weights spends its time in page tables.

@@ -1,4 +1,4 @@
-// Sixteen floats at a time, and the two element types weights and KV are kept in.
+// Sixteen floats at a time, and the element types that weights and KV are kept in.
 //
 // Every sum in this library runs over its index in one fixed order with one accumulator per
 // result, so a result has the same bits whatever else is computed beside it. That is what makes
@@ -21,6 +21,13 @@ typedef uint32_t u32x16 __attribute__((vector_size(64)));
 struct bf16 {
     uint16_t bits;
 };
+
+// A weight of seven bits: (bits - kMiddle) times a scale of its output. 128 + bits is a bf16 whose
+// bits are kUnit | bits, so that one instruction makes them ready to be multiplied.
+struct u7 {
+    uint8_t bits;
+};
+constexpr int kMiddle = 64, kUnit = 0x4300;
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return __builtin_bit_cast(float, uint32_t(x.bits) << 16); }

@@ -15,6 +15,8 @@ from outrider.native import pointer
 from outrider.target.native_batch import NativeBatch
 
 TILE = 16  # outputs per packed tile, as in native/multiply.h
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # Kind of native/multiply.h
+SCALE_BYTES = 4  # of an output, where weights are codes
 
 _P = ctypes.c_void_p
 _PLACES = ("qkv", "attention_out", "gate_up", "down")
@@ -38,7 +40,7 @@ class _ModelSpec(ctypes.Structure):  # ModelSpec of native/forward.cpp
             (name, ctypes.c_int)
             for name in (
                 *("layers", "hidden", "intermediate", "vocab", "padded_vocab", "heads"),
-                *("kv_heads", "head_dim", "rope_dim", "is_bf16", "use_gelu"),
+                *("kv_heads", "head_dim", "rope_dim", "kind", "use_gelu"),
             )
         ),
         *(
@@ -79,15 +81,16 @@ class Shape:
     def padded_vocab(self) -> int:
         return -(-self.vocab // TILE) * TILE
 
-    def sizes(self, layer: int) -> dict[str, int]:
-        """Weights of each packed matrix of a layer."""
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim * self.hidden
-        return {
-            "qkv": 2 * qkv if self.has_side_input and layer == 0 else qkv,
-            "attention_out": self.heads * self.head_dim * self.hidden,
-            "gate_up": 2 * self.intermediate * self.hidden,
-            "down": self.intermediate * self.hidden,
-        }
+    @property
+    def matrices(self) -> Iterator[tuple[int, int]]:
+        """(outputs, inputs) of every packed matrix."""
+        for layer in range(self.layers):
+            width = 2 * self.hidden if self.has_side_input and layer == 0 else self.hidden
+            yield (self.heads + 2 * self.kv_heads) * self.head_dim, width
+            yield self.hidden, self.heads * self.head_dim
+            yield 2 * self.intermediate, self.hidden
+            yield self.hidden, self.intermediate
+        yield self.padded_vocab, self.hidden
 
 
 @dataclass(slots=True)
@@ -121,6 +124,8 @@ class NativeModel:
         head: [vocab, hidden].
         embedding: [vocab, hidden], or None where rows are given in place of tokens.
         dtype: of weights and KV; sums, norms and the residual stream are always float32.
+        codes: keep matrices as codes of 7 bits with a scale per output, beside bfloat16: half the
+            bytes, and weights that are off by 1.5 % of their spread.
     """
 
     def __init__(
@@ -132,16 +137,19 @@ class NativeModel:
         head: torch.Tensor,
         embedding: torch.Tensor | None,
         dtype: torch.dtype,
+        codes: bool = False,
     ) -> None:
+        assert dtype == torch.bfloat16 or not codes, dtype
         self._lib = _declare(lib)
         self.shape, self.dtype = shape, dtype
+        packed = torch.uint8 if codes else dtype
         self._kept: dict[int, Any] = {}  # what the C++ side points into, by its address
         self._specs = (_LayerSpec * shape.layers)()
-        self._weights = _Block(self._lib, shape, dtype)
+        self._weights = _Block(self._lib, shape, packed)
         for spec, layer in zip(self._specs, layers, strict=True):
             self._fill(spec, layer)
         spec = _ModelSpec(
-            is_bf16=int(dtype == torch.bfloat16),
+            kind=KINDS[packed],
             embedding=None if embedding is None else self._keep(embedding, dtype),
             lm_head=self._weights.pack([head], shape.padded_vocab // TILE),
             final_norm=self._keep(final_norm),
@@ -204,9 +212,9 @@ class _Block:
     """All matrices of a model in tiles, in one block of huge pages in the order of their use."""
 
     def __init__(self, lib: ctypes.CDLL, shape: Shape, dtype: torch.dtype) -> None:
-        self._lib, self._dtype = lib, dtype
-        count = sum(sum(shape.sizes(layer).values()) for layer in range(shape.layers))
-        self.num_bytes = dtype.itemsize * (count + shape.padded_vocab * shape.hidden)
+        self._lib, self._kind, self._item = lib, KINDS[dtype], dtype.itemsize
+        self._scale = SCALE_BYTES if dtype == torch.uint8 else 0
+        self.num_bytes = sum(self._bytes(*each) for each in shape.matrices)
         self._memory: int = lib.outrider_allocate(self.num_bytes) or 0
         if not self._memory:
             raise MemoryError(f"no memory for {self.num_bytes} bytes of weights")
@@ -221,9 +229,12 @@ class _Block:
             where = (i, len(matrices)) if alternate else (first, 1)
             self._pack(at, matrix.detach(), *where, num_tiles)
             first += len(matrix) // TILE
-        self._end += num_tiles * TILE * matrices[0].shape[1] * self._dtype.itemsize
+        self._end += self._bytes(num_tiles * TILE, matrices[0].shape[1])
         assert self._end <= self._memory + self.num_bytes
         return at
+
+    def _bytes(self, outputs: int, inputs: int) -> int:
+        return outputs * (inputs * self._item + self._scale)
 
     def _pack(self, at: int, weight: torch.Tensor, first: int, step: int, num_tiles: int) -> None:
         """Put weights into every `step`-th tile, from the `first`, of the matrix at an address."""
@@ -232,7 +243,7 @@ class _Block:
             weight = weight.float()
         outputs, inputs = weight.shape
         self._lib.outrider_pack(
-            *(_P(at), int(self._dtype == torch.bfloat16)),
+            *(_P(at), self._kind),
             *(pointer(weight), int(weight.dtype == torch.bfloat16), outputs, inputs),
             *(first, step, num_tiles),
         )
