@@ -15,7 +15,7 @@ from outrider.policy.fixed import FixedLength
 from outrider.policy.oracle import Oracle
 from outrider.policy.planner import Planner
 from outrider.policy.simulate import by_id, gpu_like, simulate
-from outrider.policy.traces import Recorder, RequestTrace, Trace, read_trace, synthetic
+from outrider.policy.traces import CallSeconds, Recorder, RequestTrace, Trace, read_trace, synthetic
 from outrider.policy.view import Policy
 
 pytestmark = pytest.mark.measured_costs
@@ -125,7 +125,7 @@ def test_an_oracle_submits_what_is_right_and_asks_only_where_that_pays() -> None
         request.drafts.append({"free": wrong, "deep": replace(deep, source="deep")})
 
     def steps(seconds: float) -> tuple[int, int]:
-        trace = Trace([request], {"free": (0.0, 0.0), "deep": (0.0, seconds)})
+        trace = Trace([request], {"deep": CallSeconds(per_request=seconds)})
 
         def make(cost: CostModel) -> Oracle:
             cost.use(flat)
@@ -150,3 +150,14 @@ def test_no_plan_beats_the_oracle() -> None:
         return Oracle(cost, by_id(trace), trace.calls)
 
     assert rate(oracle) > 1.1 * rate(measured(CPU)) > rate(lambda cost: FixedLength(4))
+
+
+def test_text_that_is_new_to_a_source_takes_time() -> None:
+    trace = Trace(
+        [RequestTrace("", 100, [1, 2, 3, 4], [{"guess": Draft([9], source="guess")}] * 4)],
+        {"guess": CallSeconds(1.0, 0.5, 0.25)},
+    )
+    flat = Surface((1, 64), (2.0, 2.0), (0.0, 0.0))
+    found = simulate(trace, lambda cost: FixedLength(1), 1, flat)
+    # Three of four steps have room for a draft; the text is 100 tokens at first, then one more each.
+    assert found.seconds == 4 * 2.0 + 3 * 1.5 + 0.25 * (100 + 1 + 1)

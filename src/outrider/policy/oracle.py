@@ -11,7 +11,7 @@ from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.drafts import matched
 from outrider.policy.cost import CostModel
 from outrider.policy.fixed import FixedLength
-from outrider.policy.traces import RequestTrace
+from outrider.policy.traces import CallSeconds, RequestTrace
 from outrider.policy.view import Ask, StepView, cap
 
 
@@ -21,14 +21,14 @@ class Oracle(FixedLength):
     Args:
         cost: knows what forwards take.
         requests: by the id under which each is decoded.
-        calls: seconds of a call by source: of any, and of each request.
+        calls: what calls take by source; text that is new to one is not reckoned with.
     """
 
     def __init__(
         self,
         cost: CostModel,
         requests: Mapping[str, RequestTrace],
-        calls: Mapping[str, tuple[float, float]],
+        calls: Mapping[str, CallSeconds],
     ) -> None:
         super().__init__()
         self._cost, self._requests, self._calls = cost, requests, calls
@@ -36,7 +36,7 @@ class Oracle(FixedLength):
 
     def budgets(self, source: DraftSource, view: StepView) -> list[int]:
         """All requests whose tokens pay for the call together."""
-        base, each = self._calls.get(source.name, (0.0, 0.0))
+        base, each, _ = self._calls.get(source.name, CallSeconds())
         curve = self._cost.curve(view.context)
         rows = view.num_rows + sum(len(self._known(ask)) for ask in view.asks)
         rate = self._tokens / self._seconds if self._seconds else len(view.asks) / curve[rows]

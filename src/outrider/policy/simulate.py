@@ -15,7 +15,7 @@ from outrider.drafting.source import Draft, DraftSource
 from outrider.engine.drafts import cut_depth, matched, prefix
 from outrider.engine.merging import tree_rows
 from outrider.policy.cost import CostModel, Surface
-from outrider.policy.traces import RequestTrace, Trace
+from outrider.policy.traces import CallSeconds, RequestTrace, Trace
 from outrider.policy.view import Ask, Policy, StepView
 
 T = TypeVar("T")
@@ -49,6 +49,11 @@ class _Running:
     request_id: str
     trace: RequestTrace
     place: int = 0  # output tokens written
+    seen: dict[str, int] = field(default_factory=dict)  # by source, length of the text it knows
+
+    @property
+    def length(self) -> int:
+        return self.trace.num_prompt_tokens + self.place
 
 
 def by_id(trace: Trace) -> dict[str, RequestTrace]:
@@ -129,28 +134,28 @@ def _step(
     result: Simulated,
 ) -> None:
     asks = [
-        Ask(
-            r.request_id,
-            len(r.trace.token_ids) - r.place - 1,
-            r.trace.num_prompt_tokens + r.place,
-            r.trace.kind,
-        )
+        Ask(r.request_id, len(r.trace.token_ids) - r.place - 1, r.length, r.trace.kind)
         for r in running
     ]
-    context = sum(r.trace.num_prompt_tokens + r.place for r in running)
+    context = sum(r.length for r in running)
     view = StepView(asks, len(asks), max(0, truth.max_rows - len(asks)), context)
     timed = _Timed()
     for source in timed(policy.order, sources):
         budgets = timed(policy.budgets, source, view)
+        asked = new_tokens = 0
         for request, ask, budget in zip(running, asks, budgets, strict=True):
-            draft = request.trace.drafts[request.place].get(source.name) if budget else None
+            if budget <= 0:
+                continue
+            asked += 1
+            new_tokens += request.length - request.seen.get(source.name, 0)
+            request.seen[source.name] = request.length
+            draft = request.trace.drafts[request.place].get(source.name)
             if draft is not None:
                 ask.drafts.append(cut_depth(prefix(draft, budget), ask.room))
-        asked = sum(budget > 0 for budget in budgets)
         if asked:
-            base, each = trace.calls.get(source.name, (0.0, 0.0))
-            view.spent += base + each * asked
-            timed(policy.observe_call, source.name, asked, base + each * asked)
+            seconds = trace.calls.get(source.name, CallSeconds()).of(asked, new_tokens)
+            view.spent += seconds
+            timed(policy.observe_call, source.name, asked, seconds)
     chosen = timed(policy.choose, view)
     rows = len(asks) + sum(map(len, chosen))
     more = sum(tree_rows(len(draft)) for draft in chosen if draft.is_tree)

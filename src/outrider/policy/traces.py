@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.drafting.source import Draft, DraftSource
 from outrider.errors import DataError
@@ -31,12 +31,24 @@ class RequestTrace:
     drafts: list[dict[str, Draft]] = field(default_factory=list)
 
 
+class CallSeconds(NamedTuple):
+    """What a call of a source takes."""
+
+    base: float = 0.0
+    per_request: float = 0.0
+    per_token: float = 0.0  # of text that is new to it
+
+    def of(self, num_requests: int, new_tokens: int) -> float:
+        """Of one call."""
+        return self.base + self.per_request * num_requests + self.per_token * new_tokens
+
+
 @dataclass(slots=True)
 class Trace:
-    """Texts with their drafts, and seconds of a call by source: for a request, and for any."""
+    """Texts with their drafts, and what calls take by source."""
 
     requests: list[RequestTrace]
-    calls: dict[str, tuple[float, float]]  # source -> (base, per request)
+    calls: dict[str, CallSeconds]
 
     def write(self, path: Path) -> None:
         """Keep it as JSON lines."""
@@ -57,7 +69,8 @@ def read_trace(path: Path) -> Trace:
         lines = path.read_text(encoding="utf-8").splitlines()
         number = 1
         calls = {
-            name: (float(a), float(b)) for name, (a, b) in json.loads(lines[0])["calls"].items()
+            name: CallSeconds(*map(float, seconds))
+            for name, seconds in json.loads(lines[0])["calls"].items()
         }
         trace = Trace([], calls)
         for line in lines[1:]:
@@ -108,7 +121,10 @@ class Recorder(FixedLength):
         for name, count in num_prompt_tokens.items():
             if name in self._requests:
                 self._requests[name].num_prompt_tokens = count
-        calls = {name: (cost.base, cost.per_request) for name, cost in self._costs.items()}
+        calls = {
+            name: CallSeconds(cost.base, cost.per_request, cost.per_token)
+            for name, cost in self._costs.items()
+        }
         return Trace(
             [self._requests[name] for name in num_prompt_tokens if name in self._requests], calls
         )
@@ -135,7 +151,7 @@ def synthetic(num_requests: int, num_tokens: int, seed: int = 0) -> Trace:
                 }
             )
         requests.append(request)
-    return Trace(requests, {"copy": (4e-6, 2e-6), "guess": (8e-4, 1.5e-4)})
+    return Trace(requests, {"copy": CallSeconds(4e-6, 2e-6), "guess": CallSeconds(8e-4, 1.5e-4)})
 
 
 def _invented(rng: random.Random, true: list[int], rate: float, source: str) -> Draft:
