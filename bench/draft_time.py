@@ -146,7 +146,7 @@ class Drafting:
 
     def _block(self, num_tokens: int) -> None:
         assert self.project is not None
-        size = self.drafter.block_size  # blocks are whole
+        size = self.drafter.first_slot + num_tokens
         if self.blocks is not None:
             self.blocks.draft(self._asked(num_tokens))
             return

@@ -241,3 +241,27 @@ def test_counts_of_one_step():
         "truncated_by_plan": 7,
     }
     assert metrics.acceptance_histogram == {2: 1}
+
+
+def test_a_slow_source_drafts_about_as_far_as_pays():
+    planner, source = make_planner(0.001), DraftSource()  # a token has to survive by about 0.1
+
+    def step(sure: int) -> int:
+        """One of which that many tokens are likely, and right; the budget."""
+        view = view_of([])
+        [budget] = planner.budgets(source, view)
+        if budget:
+            confidence = [0.95] * sure + [0.05] * 16
+            view.asks[0].drafts.append(chain(*confidence[:budget], source=source.name))
+            planner.observe_call(source.name, 1, 0.003)
+        [draft] = planner.choose(view)
+        planner.observe(view.asks[0], draft, [*range(min(sure, len(draft))), 99])
+        return budget
+
+    assert step(2) == source.max_draft_tokens == 16
+    for _ in range(300):
+        step(2)
+    assert step(2) == 4  # half as many again as pay, and one
+    for _ in range(300):
+        step(16)
+    assert step(16) == 16

@@ -64,11 +64,12 @@ class Conversation:
         known = len(self.texts[name]) - 1
         features[:known] = self.features[name][:known]
         texts = Texts(torch.from_numpy(text).long(), [0, len(text)], features)
+        config, count = self.drafter.config, len(draft.token_ids)
+        self.drafter.config = replace(config, num_draft_tokens=count)  # blocks end with the draft
         with torch.no_grad():
-            found = self.drafter.guess(
-                texts, torch.tensor([known]), torch.tensor([len(draft.token_ids)])
-            )
+            found = self.drafter.guess(texts, torch.tensor([known]), torch.tensor([count]))
             logits = found.logits
+        self.drafter.config = config
         order = found.depths.argsort()
         logits = logits[order]
         confidence = found.confidence

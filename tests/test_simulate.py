@@ -159,5 +159,5 @@ def test_text_that_is_new_to_a_source_takes_time() -> None:
     )
     flat = Surface((1, 64), (2.0, 2.0), (0.0, 0.0))
     found = simulate(trace, lambda cost: FixedLength(1), 1, flat)
-    # Three of four steps have room for a draft; the text is 100 tokens at first, then one more each.
+    # Three of four steps have room for a draft; a hundred tokens are new at first, then one each.
     assert found.seconds == 4 * 2.0 + 3 * 1.5 + 0.25 * (100 + 1 + 1)

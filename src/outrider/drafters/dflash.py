@@ -50,7 +50,7 @@ class DFlash(Drafter):
         return ids
 
     def guess(self, texts: Texts, anchors: torch.Tensor, lengths: torch.Tensor) -> Guesses:
-        """See `Drafter.guess`. All blocks are whole, as in drafting, whatever the lengths."""
+        """See `Drafter.guess`. All blocks are whole, whatever the lengths."""
         states = self.block_states(texts, anchors)  # [A, B, H]
         chain, depth, _ = grid(lengths)
         return Guesses(anchors[chain], depth, self.parts(states[chain, depth + self.first_slot]))

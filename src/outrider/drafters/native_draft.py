@@ -40,7 +40,7 @@ class _DraftJob(ctypes.Structure):  # DraftJob of native/draft.cpp
         ("markov", ctypes.POINTER(MarkovJob)),
         *(
             (name, ctypes.c_int)
-            for name in ("requests", "hidden", "columns", "mask", "block", "first_slot", "shift")
+            for name in ("requests", "hidden", "columns", "mask", "first_slot", "shift")
         ),
         *(
             (name, _P)
@@ -184,9 +184,8 @@ class NativeBlocks(OneCall):
         chains: MarkovChains | None,
         confidence: Confidence | None,
     ) -> None:
-        slots = {"block": drafter.block_size, "first_slot": drafter.first_slot, "shift": 1}
-        super().__init__(drafter, stack, projection, **slots)
-        self._size = drafter.block_size
+        super().__init__(drafter, stack, projection, first_slot=drafter.first_slot, shift=1)
+        self._first_slot = drafter.first_slot
         self._kept += [chains, confidence]
         head = getattr(drafter, "markov_head", None)
         self.can_choose = head is None or (chains is not None and chains.job is not None)
@@ -199,8 +198,11 @@ class NativeBlocks(OneCall):
 
     def draft(self, asked: Asked) -> Said:
         """Take in what is new of each text, and fill its block."""
-        longest = max(map(len, asked.texts))
-        return self._run(asked, longest - 1 + self._size, len(asked.features))
+        ends = [
+            len(text) - 1 + self._first_slot + budget
+            for text, budget in zip(asked.texts, asked.budgets, strict=True)
+        ]
+        return self._run(asked, max(ends), len(asked.features))
 
 
 class NativeMasks(OneCall):

@@ -88,7 +88,8 @@ class Rollout(Generic[D]):
 class BlockRollout(Rollout[Block]):
     """DFlash: features become keys and values, then a block of masks goes through at once.
 
-    Blocks are whole whatever the budget, as in training; what is beyond it is not looked at.
+    A block ends with the last slot that is wanted. In training it is whole: without the rest a
+    draft of 3 tokens took half the time and lost 1 % of what is accepted.
     """
 
     needs_rows = False
@@ -98,7 +99,7 @@ class BlockRollout(Rollout[Block]):
         self._blocks = native_blocks(drafter, stack)
 
     def num_slots(self, budget: int) -> int:
-        return self.drafter.block_size
+        return self.drafter.first_slot + budget
 
     def take_in(self, seat: Seat, count: int) -> None:
         self._store([seat], [count], self._features(seat, count))
@@ -120,15 +121,14 @@ class BlockRollout(Rollout[Block]):
                 self._take(seats, said)
             return
         self._store(seats, [self._left(seat) for seat in seats], self._all_features(seats))
-        size, first = self.drafter.block_size, self.drafter.first_slot
+        sizes = [self.num_slots(budget) for budget in budgets]
+        firsts = np.cumsum([0, *sizes[:-1]]).tolist()
         starts = [len(seat.context.token_ids) - 1 for seat in seats]
-        wanted = rows_of([i * size + first for i in range(len(seats))], budgets)
+        wanted = rows_of([first + self.drafter.first_slot for first in firsts], budgets)
         assert self.drafter.config.mask_token_id is not None
-        ids = np.full(size * len(seats), self.drafter.config.mask_token_id, np.int32)
-        ids[::size] = [seat.context.token_ids[-1] for seat in seats]
-        batch = ragged(
-            _pages(seats), starts, [size] * len(seats), wanted, two_way=True, token_ids=ids
-        )
+        ids = np.full(sum(sizes), self.drafter.config.mask_token_id, np.int32)
+        ids[firsts] = [seat.context.token_ids[-1] for seat in seats]
+        batch = ragged(_pages(seats), starts, sizes, wanted, two_way=True, token_ids=ids)
         self._say(seats, budgets, *self.stack.run(batch, None))
 
     def _say(

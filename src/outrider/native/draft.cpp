@@ -25,7 +25,7 @@ struct DraftJob {  // mirrored in outrider/drafters/native_draft.py
                                 // null: rows are embeddings alone
     const FuseJob *confidence;  // likewise; null: nothing says how sure it is
     const MarkovJob *markov;    // likewise; null: nothing to add to the logits before a choice
-    int requests, hidden, columns, mask, block, first_slot, shift;
+    int requests, hidden, columns, mask, first_slot, shift;
     const int *held, *lengths, *budgets;  // [requests]: rows of KV, tokens of text, tokens to say
     const int *last;   // [requests], the last token of each text
     const int *fresh;  // tokens of the new rows of all texts, `shift` behind their features; of blocks unused
@@ -136,16 +136,19 @@ void take_in(const DraftJob &job) {
     outrider_model_store_context(job.model, &rows.batch);
 }
 
-// The block of each request: its last token and masks, which all see each other.
+// The block of each request: its last token and masks, up to the last one wanted, which all see
+// each other.
 void fill(const DraftJob &job) {
-    std::vector<int> starts(job.requests), tokens(long(job.requests) * job.block, job.mask);
+    std::vector<int> starts(job.requests), counts(job.requests), tokens;
     for (int b = 0; b < job.requests; b++) {
         starts[b] = job.lengths[b] - 1;
-        tokens[long(b) * job.block] = job.last[b];
+        counts[b] = job.first_slot + job.budgets[b];
+        tokens.push_back(job.last[b]);
+        tokens.insert(tokens.end(), counts[b] - 1, job.mask);
     }
-    Rows rows(job, starts.data(), std::vector<int>(job.requests, job.block));
+    Rows rows(job, starts.data(), counts);
     for (int b = 0; b < job.requests; b++)
-        for (int i = 0; i < job.budgets[b]; i++) rows.wanted.push_back(b * job.block + job.first_slot + i);
+        for (int i = job.budgets[b]; i > 0; i--) rows.wanted.push_back(rows.row_starts[b + 1] - i);
     rows.batch.tokens = tokens.data();
     rows.batch.two_way = 1;
     rows.say(job);

@@ -24,6 +24,9 @@ SPREAD = 1.0  # how much more than usual a request may bring, of which nothing i
 DOUBT = 0.5  # accepted tokens that a mean of one answer may be wrong by
 ROWS_MEMORY = 1000.0  # accepted tokens beyond which older ones fade, to know what rows cost
 LEAST_KEPT = 0.2  # of what a source brings, whatever its rows cost: the estimate is rough
+PAYING = 64.0  # tokens of a draft that pay, before any was seen
+PAYING_MEMORY = 32.0  # drafts that their mean is made of, about
+BEYOND = 1.5  # times that mean a draft may be long, and one token more: drafts differ
 LONGEST_INTERVAL = 512  # steps between trials of a source that keeps bringing nothing
 FEW_TOKENS = 3  # of new text per request: what a step brings
 TOKENS = 16.0  # of new text, the unit in which it is about as much as a request
@@ -110,6 +113,7 @@ class SourceGain:
     interval: int = 0  # steps after which it is tried all the same
     is_on: bool = True  # it was asked in the last step, by what it brings
     num_cheap: int = 0  # calls that were made without a second thought
+    paying: float = PAYING  # tokens of its drafts that are worth their rows, of late
     _sums: dict[str, list[list[float]]] = field(default_factory=dict)  # kind -> [weight, tokens]
     _lengths: dict[str, int] = field(default_factory=dict)  # of texts when it was last asked
     _requests: dict[str, list[float]] = field(default_factory=dict)  # [expected, found]
@@ -163,6 +167,15 @@ class SourceGain:
         self.paid += paid
         if self.brought > ROWS_MEMORY:
             self.brought, self.paid = self.brought / 2, self.paid / 2
+
+    def observe_length(self, num_paying: int) -> None:
+        """So many tokens of a draft were worth a row each."""
+        self.paying += (num_paying - self.paying) / PAYING_MEMORY
+
+    @property
+    def length(self) -> int:
+        """Tokens that are worth drafting: what hardly ever pays only makes the call longer."""
+        return 1 + round(BEYOND * self.paying)
 
     def take(self, ask: Ask) -> int:
         """The source is asked for a request; tokens of its text that are new to it."""

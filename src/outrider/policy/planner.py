@@ -124,7 +124,8 @@ class Planner:
             self._step.counts[name] = len(able)
             return most
         chosen = self._worth_asking(name, able, view)
-        return [tokens if index in chosen else 0 for index, tokens in enumerate(most)]
+        length = gain.length
+        return [min(tokens, length) if index in chosen else 0 for index, tokens in enumerate(most)]
 
     def extensions(self, source: DraftSource, view: StepView) -> list[tuple[int, Draft]]:
         """Where a chain of another source ends so surely that more of it would pay."""
@@ -184,6 +185,10 @@ class Planner:
             paid = self._least * _num_rows(submitted, asked.name) / ask.weight
             gain = self._gain(asked.name)
             gain.observe(ask.kind, ask.request_id, asked.place, brought, paid)
+            chances = [self._step.chances.get(id(d)) for d in ask.drafts if d.source == asked.name]
+            if chances and chances[0] is not None:
+                least = self._least / ask.weight
+                gain.observe_length(len([chance for chance in chances[0] if chance >= least]))
 
     def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
         """A call was made; what it brought is told by `observe`."""
