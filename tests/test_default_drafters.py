@@ -233,7 +233,7 @@ def test_a_stage_that_was_trained_otherwise_is_named(outrider, prompts) -> None:
     build(outrider, prompts, "--only", "mtp")
     config["provenance"]["recipe"]["training"]["steps"] = 7
     path.write_text(json.dumps(config))
-    message = r"runs/mtp was trained otherwise; .*recipe.training.steps was 7, is 3000"
+    message = r"runs/mtp was trained otherwise; .*recipe.training.steps was 7, is 1000"
     with pytest.raises(SystemExit, match=message):
         build(outrider, prompts, "--only", "mtp")
 
