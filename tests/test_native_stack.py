@@ -205,7 +205,8 @@ def coded(weight: torch.Tensor) -> torch.Tensor:
 def test_codes_stand_for_the_nearest_of_127_values(kind: str) -> None:
     drafter = toy_drafter(kind)
     with torch.no_grad():
-        drafter.head[5] = 0.0  # an output without a scale
+        drafter.head[5] = 0.0  # an output without a scale …
+        drafter.head[6] *= 1e-42  # … and one whose scale is next to nothing
     coarse, fine = (NativeStack(drafter, torch.bfloat16, codes) for codes in (True, False))
     with torch.no_grad():
         drafter.head.copy_(coded(drafter.head))
@@ -221,6 +222,7 @@ def test_codes_stand_for_the_nearest_of_127_values(kind: str) -> None:
     assert (found - expected).norm() < 0.012 * expected.norm()  # as bfloat16 rounds
     assert (other - expected).norm() > 0.02 * expected.norm()
     assert (found[:, 5] == 0).all()
+    assert (found[:, 6].abs() < 1e-30).all()
     outputs = sum(outputs for outputs, _ in coarse._model.shape.matrices)
     assert coarse.weight_bytes == fine.weight_bytes / 2 + 4 * outputs
 

@@ -32,7 +32,7 @@ struct Rounded<u7> {
         float most = 0;
         for (int k = 0; row && k < inputs; k++) most = std::max(most, std::fabs(to_float(row[k])));
         *scale = most / (kMiddle - 1);
-        if (most > 0) per_scale = (kMiddle - 1) / most;
+        if (std::isnormal(*scale)) per_scale = 1.0f / *scale;
     }
     void store_at(u7 *to, float x) const { to->bits = uint8_t(kMiddle + int(std::lrint(x * per_scale))); }
 };
