@@ -310,7 +310,11 @@ def test_the_live_view_shows_the_engine_and_rests_when_nobody_looks(page):
         "[...document.querySelectorAll('#acceptance-table tbody tr')].map((one) =>"
         "[...one.cells].map((cell) => cell.textContent))"
     )
-    assert rows[0][0] == "A replay" and rows[0][1] == "1" and rows[0][4] == "100 %"
+    name, place, drafted, accepted, share = rows[0]
+    assert (name, place) == ("A replay", "1")
+    # One call of another test is sampled with a seed of chance, and not replayed to the end.
+    assert int(drafted) - 3 <= int(accepted) <= int(drafted) and int(accepted) > 5
+    assert share == f"{100 * int(accepted) / int(drafted):.0f} %"
     assert text(page, "#causes").count("KV mismatch (must be 0)0") == 1
     calls = (
         "performance.getEntriesByType('resource').filter((r) => r.name.includes('/live')).length"
