@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from outrider.policy.oracle import Oracle
 from outrider.policy.planner import Planner
 from outrider.policy.simulate import MakePolicy, Simulated, by_id, gpu_like, simulate
 from outrider.policy.traces import Recorder, Trace, read_trace, synthetic
+from outrider.policy.view import Policy
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 16)
 
@@ -71,8 +73,9 @@ def run(given: argparse.Namespace) -> None:
             for length in LENGTHS
         }
         name, length = best = max(singles, key=lambda pair: singles[pair])
-        planner = rate(_informed(surface), *names)
-        oracle = rate(_oracle(surface, trace), *names).tokens_per_second
+        planner = rate(_informed(surface, Planner), *names)
+        knowing = partial(Oracle, requests=by_id(trace), calls=trace.calls)
+        oracle = rate(_informed(surface, knowing), *names).tokens_per_second
         print(
             f"batch {batch}: plain {plain:.0f}, {name} with {length} tokens {singles[best]:.0f}, "
             f"planner {planner.tokens_per_second:.0f} tokens/s "
@@ -94,20 +97,12 @@ def _fixed(length: int) -> Callable[[CostModel], FixedLength]:
     return lambda cost: FixedLength(length)
 
 
-def _informed(surface: Surface) -> Callable[[CostModel], Planner]:
-    """A planner that knows the curve, as one that has measured it."""
+def _informed(surface: Surface, policy: MakePolicy) -> MakePolicy:
+    """A plan that knows the curve, as one that has measured it."""
 
-    def make(cost: CostModel) -> Planner:
+    def make(cost: CostModel) -> Policy:
         cost.use(surface)
-        return Planner(cost)
-
-    return make
-
-
-def _oracle(surface: Surface, trace: Trace) -> Callable[[CostModel], Oracle]:
-    def make(cost: CostModel) -> Oracle:
-        cost.use(surface)
-        return Oracle(cost, by_id(trace), trace.calls)
+        return policy(cost)
 
     return make
 

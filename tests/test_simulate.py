@@ -61,12 +61,16 @@ CPU = Surface(
 )
 
 
-def measured(surface: Surface):
-    def make(cost: CostModel) -> Planner:
+def measured(surface: Surface, policy: Callable[[CostModel], Policy] = Planner):
+    def make(cost: CostModel) -> Policy:
         cost.use(surface)
-        return Planner(cost)
+        return policy(cost)
 
     return make
+
+
+def knowing(surface: Surface, trace: Trace):
+    return measured(surface, lambda cost: Oracle(cost, by_id(trace), trace.calls))
 
 
 def only(trace: Trace, *names: str) -> Trace:
@@ -126,12 +130,7 @@ def test_an_oracle_submits_what_is_right_and_asks_only_where_that_pays() -> None
 
     def steps(seconds: float) -> tuple[int, int]:
         trace = Trace([request], {"deep": CallSeconds(per_request=seconds)})
-
-        def make(cost: CostModel) -> Oracle:
-            cost.use(flat)
-            return Oracle(cost, by_id(trace), trace.calls)
-
-        result = simulate(trace, make, 1, flat)
+        result = simulate(trace, knowing(flat, trace), 1, flat)
         assert result.num_tokens == len(text)
         return result.num_steps, result.num_draft_rows
 
@@ -145,11 +144,7 @@ def test_no_plan_beats_the_oracle() -> None:
     def rate(policy: Callable[[CostModel], Policy]) -> float:
         return simulate(trace, policy, 4, CPU).tokens_per_second
 
-    def oracle(cost: CostModel) -> Oracle:
-        cost.use(CPU)
-        return Oracle(cost, by_id(trace), trace.calls)
-
-    assert rate(oracle) > 1.1 * rate(measured(CPU)) > rate(lambda cost: FixedLength(4))
+    assert rate(knowing(CPU, trace)) > 1.1 * rate(measured(CPU)) > rate(lambda cost: FixedLength(4))
 
 
 def test_text_that_is_new_to_a_source_takes_time() -> None:

@@ -105,11 +105,14 @@ class OneCall:
             self._job.fuse = ctypes.pointer(projection.job)
         self._context = torch.empty(0)
 
-    def _run(self, asked: Asked, num_positions: int, scratch_rows: int) -> Said:
-        """Set the job for these requests, which write up to `num_positions` at most, and run it."""
+    def _run(self, asked: Asked, scratch_rows: int, num_beyond: int = -1) -> Said:
+        """Set the job for these requests and run it. Each has rows for what its text has, and
+        for its budget and `num_beyond` more."""
         lengths = [len(text) for text in asked.texts]
         new = sum(lengths) - len(lengths) * self._shift - sum(asked.held)
         assert asked.features.shape == (new, self._config.feature_size), asked.features.shape
+        ends = map(sum, zip(lengths, asked.budgets, strict=True))
+        num_positions = max(ends) - self._shift + num_beyond
         assert num_positions <= self._stack.num_positions, num_positions
         last = [text[-1] for text in asked.texts]
         assert min(last) >= 0 and max(last) < self._config.vocab_size, last
@@ -185,7 +188,6 @@ class NativeBlocks(OneCall):
         confidence: Confidence | None,
     ) -> None:
         super().__init__(drafter, stack, projection, first_slot=drafter.first_slot, shift=1)
-        self._first_slot = drafter.first_slot
         self._kept += [chains, confidence]
         head = getattr(drafter, "markov_head", None)
         self.can_choose = head is None or (chains is not None and chains.job is not None)
@@ -198,11 +200,7 @@ class NativeBlocks(OneCall):
 
     def draft(self, asked: Asked) -> Said:
         """Take in what is new of each text, and fill its block."""
-        ends = [
-            len(text) - 1 + self._first_slot + budget
-            for text, budget in zip(asked.texts, asked.budgets, strict=True)
-        ]
-        return self._run(asked, max(ends), len(asked.features))
+        return self._run(asked, len(asked.features), self._job.first_slot)
 
 
 class NativeMasks(OneCall):
@@ -224,12 +222,8 @@ class NativeMasks(OneCall):
         """Run the rows that are new of each text, one at least, and masks behind them."""
         new = len(asked.features)
         assert new >= len(asked.texts), (new, len(asked.texts))
-        ends = [
-            len(text) - self._shift + budget - 1
-            for text, budget in zip(asked.texts, asked.budgets, strict=True)
-        ]
         rows = new + sum(asked.budgets) - len(asked.budgets)
-        return self._run(asked, max(ends), new + rows)
+        return self._run(asked, new + rows)
 
 
 class NativeChains(OneCall):
@@ -244,10 +238,7 @@ class NativeChains(OneCall):
         """Run the rows that are new of each text, one at least, and go on from the last one."""
         new = len(asked.features)
         assert new >= len(asked.texts), (new, len(asked.texts))
-        ends = [
-            len(text) + budget - 2 for text, budget in zip(asked.texts, asked.budgets, strict=True)
-        ]
-        return self._run(asked, max(ends), 2 * new)
+        return self._run(asked, 2 * new)
 
 
 def native_blocks(

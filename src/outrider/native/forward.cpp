@@ -111,7 +111,7 @@ class Model final : public AnyModel {
     Matrix<W> matrix(const void *weights, int outputs, int inputs) const {
         Matrix<W> found{static_cast<const W *>(weights), outputs, inputs};
         if (std::is_same_v<W, u7>)
-            found.scales = reinterpret_cast<const float *>(found.weights + long(found.tiles()) * kLanes * inputs);
+            found.scales = reinterpret_cast<const float *>(behind_tiles(found.weights, found.tiles(), inputs));
         return found;
     }
     Matrix<W> qkv_of(int l) const {  // after the last layer: what is read next

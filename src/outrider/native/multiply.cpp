@@ -23,17 +23,11 @@ inline void step(f32x16 (&sums)[M][N], const float *x, long ldx, const float *co
 }
 
 // A step of weights as pairs of bf16.
-inline u32x16 pairs(const bf16 *tile) {
-    u32x16 found;
-    std::memcpy(&found, tile, sizeof found);
-    return found;
-}
+inline u32x16 pairs(const bf16 *tile) { return read<u32x16>(tile); }
 inline u32x16 pairs(const u7 *tile) {
     typedef uint8_t u8x32 __attribute__((vector_size(32)));
     typedef uint16_t u16x32 __attribute__((vector_size(64)));
-    u8x32 bits;
-    std::memcpy(&bits, tile, sizeof bits);
-    return __builtin_bit_cast(u32x16, __builtin_convertvector(bits, u16x32) | kUnit);
+    return __builtin_bit_cast(u32x16, __builtin_convertvector(read<u8x32>(tile), u16x32) | kUnit);
 }
 
 template <int M, int N, class W>
@@ -42,9 +36,7 @@ inline void step(f32x16 (&sums)[M][N], const bf16 *x, long ldx, const W *const (
     for (int n = 0; n < N; n++) weights[n] = pairs(tiles[n]);
     for (int m = 0; m < M; m++) {
 #if defined(__AVX512BF16__)
-        int32_t pair;
-        std::memcpy(&pair, x + m * ldx, 4);
-        __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
+        __m512bh value = (__m512bh)_mm512_set1_epi32(read<int32_t>(x + m * ldx));
         for (int n = 0; n < N; n++)
             sums[m][n] = (f32x16)_mm512_dpbf16_ps((__m512)sums[m][n], (__m512bh)weights[n], value);
 #else

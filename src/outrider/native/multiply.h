@@ -80,6 +80,12 @@ struct Matrix {
     }
 };
 
+// Where the scales of packed u7 are, one for each output.
+template <class W>
+W *behind_tiles(W *weights, int tiles, int inputs) {
+    return weights + long(tiles) * kLanes * inputs;
+}
+
 // Sum of a row of x, as `unscale` wants it; n: a multiple of 16.
 template <class E>
 float sum_of(const E *x, int n) {

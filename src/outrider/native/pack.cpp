@@ -39,7 +39,7 @@ struct Rounded<u7> {
 
 template <class Out, class In>
 void pack(Out *matrix, const In *in, int outputs, int inputs, Places places) {
-    float *scales = reinterpret_cast<float *>(matrix + long(places.tiles) * kLanes * inputs);
+    float *scales = reinterpret_cast<float *>(behind_tiles(matrix, places.tiles, inputs));
     parallel_for((outputs + kLanes - 1) / kLanes, 1, [&](long t) {
         const long place = places.first + t * places.step;
         const bool in_turn = place % 2 || place + 1 < places.tiles;  // with the other tile of its chunk

@@ -42,16 +42,17 @@ inline void store(float *to, float x) { *to = x; }
 inline void store(bf16 *to, float x) { *to = to_bf16(x); }
 
 inline f32x16 splat(float x) { return f32x16{} + x; }
-inline f32x16 load(const float *p) {
-    f32x16 v;
-    std::memcpy(&v, p, sizeof v);
+// What lies at an address, aligned or not.
+template <class V>
+inline V read(const void *from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
     return v;
 }
+inline f32x16 load(const float *p) { return read<f32x16>(p); }
 inline f32x16 load(const bf16 *p) {
     typedef uint16_t u16x16 __attribute__((vector_size(32)));
-    u16x16 v;
-    std::memcpy(&v, p, sizeof v);
-    return __builtin_bit_cast(f32x16, __builtin_convertvector(v, u32x16) << 16);
+    return __builtin_bit_cast(f32x16, __builtin_convertvector(read<u16x16>(p), u32x16) << 16);
 }
 inline void store(float *p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
 inline void store(bf16 *p, f32x16 v) {

@@ -38,11 +38,12 @@ class Oracle(FixedLength):
         """All requests whose tokens pay for the call together."""
         base, each, _ = self._calls.get(source.name, CallSeconds())
         curve = self._cost.curve(view.context)
-        rows = view.num_rows + sum(len(self._known(ask)) for ask in view.asks)
+        known = [len(self._known(ask)) for ask in view.asks]
+        rows = view.num_rows + sum(known)
         rate = self._tokens / self._seconds if self._seconds else len(view.asks) / curve[rows]
         worth = []
-        for ask in view.asks:
-            new = max(0, len(self._right(ask, source.name)) - len(self._known(ask)))
+        for ask, count in zip(view.asks, known, strict=True):
+            new = max(0, len(self._right(ask, source.name)) - count)
             more = curve[min(rows + new, self._cost.max_rows)] - curve[rows]
             worth.append(new - rate * (each + more))
         if sum(value for value in worth if value > 0) <= rate * base:
@@ -58,9 +59,9 @@ class Oracle(FixedLength):
         for ask in view.asks:
             chosen.append(Draft(self._known(ask)[:left], source="oracle"))
             left -= len(chosen[-1])
-        rows = view.num_rows + view.row_budget - left
-        self._tokens += len(view.asks) + view.row_budget - left
-        self._seconds += self._cost.curve(view.context)[rows] + view.spent
+        drafted = view.row_budget - left
+        self._tokens += len(view.asks) + drafted
+        self._seconds += self._cost.curve(view.context)[view.num_rows + drafted] + view.spent
         return chosen
 
     def _known(self, ask: Ask) -> list[int]:

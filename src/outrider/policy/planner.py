@@ -185,10 +185,10 @@ class Planner:
             paid = self._least * _num_rows(submitted, asked.name) / ask.weight
             gain = self._gain(asked.name)
             gain.observe(ask.kind, ask.request_id, asked.place, brought, paid)
-            chances = [self._step.chances.get(id(d)) for d in ask.drafts if d.source == asked.name]
-            if chances and chances[0] is not None:
-                least = self._least / ask.weight
-                gain.observe_length(len([chance for chance in chances[0] if chance >= least]))
+            own = next((draft for draft in ask.drafts if draft.source == asked.name), NOTHING)
+            chances = self._step.chances.get(id(own))
+            if chances is not None:
+                gain.observe_length(_num_paying(chances, self._least / ask.weight))
 
     def observe_call(self, name: str, num_requests: int, seconds: float) -> None:
         """A call was made; what it brought is told by `observe`."""
@@ -279,8 +279,7 @@ class Planner:
         return set(chosen)
 
     def _asked(self, name: str, best: _Best, ask: Ask) -> _Asked:
-        least = self._least / ask.weight
-        length = len([chance for chance in best.chances if chance >= least])
+        length = _num_paying(best.chances, self._least / ask.weight)
         return _Asked(name, bucket(best.expected), best.index, length)
 
     def _paying(
@@ -412,6 +411,10 @@ def _all_that_pay(able: Sequence[int], worth: Sequence[float], price: float) -> 
     return [i for i, value in zip(able, worth, strict=True) if value > 0] if more > price else []
 
 
+def _num_paying(chances: Sequence[float], least: float) -> int:
+    return len([chance for chance in chances if chance >= least])
+
+
 def _num_rows(submitted: Draft, name: str) -> int:
     """Rows of the target that a source's tokens took."""
     base = name.removesuffix(extended(""))
@@ -437,7 +440,7 @@ def _cut(
             rows = [i for i, value in enumerate(chance) if value >= least]
             kept = straightened(subset(draft, rows))
         else:
-            kept = prefix(draft, len([value for value in chance if value >= least]))
+            kept = prefix(draft, _num_paying(chance, least))
         most = ask.allowed.num_draft_tokens
         kept = prefix(kept, left if most is None else min(left, most))
         left -= len(kept)
