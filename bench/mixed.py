@@ -25,10 +25,12 @@ from outrider import LLM, SamplingParams
 from outrider.bench.configs import default_name
 from outrider.bench.drive import drive
 from outrider.bench.workload import DEFAULT_WORKLOAD, encoded, read_workload
+from outrider.cli.comparison import twin
 from outrider.policy.fixed import FixedLength
 
 KINDS = ("code edit", "json", "chat", "maths", "summary")
 BATCHES, LENGTHS = (1, 4, 8, 16), (2, 4, 8, 16)
+KV_TOKENS = 32768
 SHIPPED = '{"method": "dspark"}'  # for the default target
 
 
@@ -113,21 +115,19 @@ class Bench:
         return self.kinds[self.prompts[place][0]]
 
     def _llm(self, config: Any, policy: FixedLength | None = None) -> LLM:
-        shared: dict[str, Any] = {}
+        # With KV kept, a second pass would find the prompts of the first.
+        more: dict[str, Any] = {"policy": policy, "enable_prefix_caching": False}
         if hasattr(self, "llm"):
-            shared = {
-                "target": self.llm.target,
-                "tokenizer": self.llm.tokenizer,
-                "eos_token_ids": self.llm.eos_token_ids,
-                "kv_cache_tokens": self.llm.engine.arena.num_pages * 16,
-            }
-        llm = LLM(
-            **shared or {"model": self.given.model, "kv_cache_tokens": 32768},
-            speculative_config=config,
-            policy=policy,
-            max_num_seqs=max(self.given.batch),
-            enable_prefix_caching=False,  # a second pass would find the prompts of the first
-        )
+            llm = twin(self.llm, config, **more)
+        else:
+            seats = max(self.given.batch)
+            llm = LLM(
+                self.given.model,
+                speculative_config=config,
+                kv_cache_tokens=KV_TOKENS,
+                max_num_seqs=seats,
+                **more,
+            )
         llm.engine.measure_costs()  # prompts are portioned by them, and must be so on all sides
         return llm
 

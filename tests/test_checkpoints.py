@@ -1,6 +1,8 @@
 """Drafters on disk: what is written is what is read, and what does not fit is named."""
 
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +127,20 @@ def test_saving_again_replaces_and_loading_leaves_the_random_numbers_alone(tmp_p
     assert torch.rand(3).equal(expected)
     assert loaded.drafter.config.algorithm == "medusa"
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]  # nothing left behind
+
+
+@pytest.mark.slow
+def test_loading_is_quick_for_no_compiler_of_torch_is_imported(tmp_path):
+    for algorithm in ALGORITHMS:
+        save(make_random(make_config(algorithm)), tmp_path / algorithm)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom outrider.checkpoints import load_drafter\n"
+        "for path in Path(sys.argv[1]).iterdir(): load_drafter(path)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_directory_with_other_things_is_not_replaced(tmp_path):

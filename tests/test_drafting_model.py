@@ -115,7 +115,7 @@ def test_the_same_text_asked_for_twice_gives_the_same_draft() -> None:
     assert shorter.token_ids == greedy_continuation([9], 4)
 
 
-def test_drafting_stops_where_the_text_outgrows_the_model() -> None:
+def test_drafting_stops_where_the_text_outgrows_the_model() -> None:  # B23
     source = bound(FakeTarget(V, max_model_len=8), k=4)
     assert len(propose(source, context([1] * 6))) == 3  # KV of 6 + 2 tokens
     assert len(propose(source, context([1] * 8))) == 1
@@ -188,7 +188,7 @@ def word_tokenizer(words: list[str]) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer(WordLevel(vocabulary, unk_token=words[0])), {})
 
 
-def test_another_tokenizer_is_refused_naming_the_first_token() -> None:
+def test_another_tokenizer_is_refused_naming_the_first_token() -> None:  # X5
     source = DraftModelSource(FakeTarget(4), tokenizer=word_tokenizer(["a", "b", "x", "d"]))
     with pytest.raises(TokenizerMismatch, match="token 2 is 'x', expected 'c'"):
         source.bind(FakeTarget(4), word_tokenizer(["a", "b", "c", "d"]), 4)
@@ -245,6 +245,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=30),
     SamplingParams(temperature=1.0, seed=4, max_tokens=25, repetition_penalty=1.2, min_tokens=9),
     SamplingParams(temperature=0.4, seed=5, max_tokens=40, n=2),
+    SamplingParams(temperature=0.9, seed=6, max_tokens=30, stop=["e", "qu"]),  # B09
 ]
 
 
@@ -259,7 +260,9 @@ def decode(sources: list[DraftSource], kv_cache_tokens: int) -> dict[str, Reques
 @pytest.fixture(scope="module")
 def plain() -> dict[str, RequestOutput]:
     """Plain decoding of the same requests."""
-    return decode([], 2048)
+    found = decode([], 2048)
+    assert found["r4"].outputs[0].stop_reason in ("e", "qu")
+    return found
 
 
 @pytest.mark.parametrize("kv_cache_tokens", [2048, 80])  # the second preempts most of them

@@ -88,7 +88,7 @@ def test_tree_branches_count_by_depth_and_move_into_place():
     assert engine.metrics.num_rejected_draft_tokens == 39
 
 
-def test_ids_outside_the_vocabulary_are_rejected_and_never_seen_by_the_target():
+def test_ids_outside_the_vocabulary_are_rejected_and_never_seen_by_the_target():  # B26
     plain = run(make_engine(), prompts(1))
     source = ReplaySource(ids_of(plain), right_with_junk)
     engine = make_engine([source])

@@ -25,7 +25,7 @@ TINY_KV = {"kv_cache_tokens": 96, "max_num_batched_tokens": 24, "max_num_seqs": 
 
 
 @pytest.mark.parametrize("make", SCRIPTS)
-def test_preemption_with_pending_drafts_changes_nothing(make):
+def test_preemption_with_pending_drafts_changes_nothing(make):  # X3
     plain = run(make_engine(), prompts(6, SEEDED))
     source = ReplaySource(ids_of(plain), make)
     found = run(make_engine([source], **TINY_KV), prompts(6, SEEDED))

@@ -260,7 +260,7 @@ def test_block_keeps_at_least_as_many_as_rejection(monkeypatch: pytest.MonkeyPat
         assert blockwise >= tokenwise - 1e-9
 
 
-def test_block_on_the_papers_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_on_the_papers_example(monkeypatch: pytest.MonkeyPatch) -> None:  # X10
     """Two tokens, target (1/3, 2/3), draft (2/3, 1/3), K = 2: 10/9 kept by token, 11/9 by block."""
     target: Model = lambda _: np.array([1 / 3, 2 / 3])  # noqa: E731
     draft: Model = lambda _: np.array([2 / 3, 1 / 3])  # noqa: E731
@@ -350,7 +350,7 @@ def test_tree_of_certain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rule", [rejection, accept_block])
-def test_sampled_texts_follow_the_warped_distribution(rule: Rule) -> None:
+def test_sampled_texts_follow_the_warped_distribution(rule: Rule) -> None:  # B16
     """Logits, filters, coupled drafts and several steps, as the engine does it; two tokens."""
     size, num_texts = 5, 3000
     generator = torch.Generator().manual_seed(4)

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from outrider.threads import set_num_threads
+
+Found = TypeVar("Found")
 
 QUARTILES_FROM = 5  # values; of fewer the whole range is shown
 
@@ -38,12 +40,12 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(middle, low, high, tuple(values))
 
 
-def alternate(rounds: int, *sides: Callable[[], float]) -> list[list[float]]:
+def alternate(rounds: int, *sides: Callable[[], Found]) -> list[list[Found]]:
     """Results of each side over rounds that change who comes first.
 
     A slow minute of a shared machine then hits all sides alike, and ratios stay honest.
     """
-    results: list[list[float]] = [[] for _ in sides]
+    results: list[list[Found]] = [[] for _ in sides]
     for number in range(rounds):
         for index in turns(len(sides), number):
             results[index].append(sides[index]())

@@ -6,16 +6,29 @@ is an error that names it.
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from outrider.drafters import Drafter, DrafterConfig, check_layers_read, make_drafter
-from outrider.drafters.blocks import Rotary
 from outrider.errors import ConfigError, DataError
 
 EMBEDDING, HEAD = "own_embedding", "own_head"
 CALIBRATED = {"temperatures", "shifts"}  # what calibration sets, in float32
 SHOWN = 5  # tensors that a message names
+
+
+class _Unfilled(TorchFunctionMode):
+    """Tensors of the device "meta" that nothing is written to: there is nothing to write, and torch
+    would import its compiler to see that, which takes a second and 150 MB."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange:
+            return torch.empty(len(range(*args)), **kwargs)
+        is_filling = getattr(func, "__module__", "") == "torch.nn.init"
+        return kwargs["tensor"] if is_filling else func(*args, **kwargs)
 
 
 def build_from(
@@ -36,7 +49,7 @@ def build_from(
     """
     try:
         check_layers_read(config)
-        with torch.device("meta"):  # no time and no random numbers for values that are replaced
+        with torch.device("meta"), _Unfilled():  # no memory for values that are replaced
             drafter = make_drafter(config)
     except ConfigError as error:
         raise DataError(f"{source}: {error}") from None
@@ -51,7 +64,6 @@ def build_from(
     for name in own.keys() & tensors.keys():
         setattr(drafter, name, tensors[name])
     drafter.load_state_dict({**tensors, "d2t": tensors["d2t"].long()}, assign=True)
-    drafter.rotary = Rotary(config.head_dim, config.rope_theta)
     drafter.embedding = drafter.head = torch.empty(0)
     return drafter.eval()
 

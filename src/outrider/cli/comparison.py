@@ -101,8 +101,10 @@ class Comparison:
         }
 
 
-def twin(llm: "LLM", speculative_config: Any = None, max_num_seqs: int | None = None) -> "LLM":
-    """The same weights and KV room with other sources, or none.
+def twin(
+    llm: "LLM", speculative_config: Any = None, max_num_seqs: int | None = None, **options: Any
+) -> "LLM":
+    """The same weights and KV room with other sources, or none; `options` are more of `LLM`.
 
     The two share their KV memory: only one of them may hold requests at a time.
     """
@@ -116,6 +118,7 @@ def twin(llm: "LLM", speculative_config: Any = None, max_num_seqs: int | None = 
         max_model_len=llm.engine.max_model_len,
         max_num_seqs=max_num_seqs or llm.engine.scheduler.max_requests,
         kv_cache_tokens=llm.engine.arena.num_pages * PAGE_SIZE,
+        **options,
     )
 
 

@@ -8,6 +8,7 @@ Shape legend: R rows, H hidden, Q = heads * dim, K = kv heads * dim, D head dim,
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -36,8 +37,10 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
-        powers = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        self.register_buffer("frequencies", (theta**-powers).float(), persistent=False)
+        frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)  # on any device the same
+        self.register_buffer(
+            "frequencies", torch.from_numpy(frequencies.astype(np.float32)), persistent=False
+        )
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """[R] -> [2, R, 1, D / 2]"""
