@@ -200,3 +200,33 @@ def test_streams_that_cannot_be_used_are_one_sentence(
 def test_nobody_listens() -> None:
     done = shell("outrider --help | true; exit ${PIPESTATUS[0]}", env=dict(os.environ))
     assert done.stderr == b""
+
+
+THREADS_WITH_HEAPS = """
+import ctypes, re, sys, threading
+from outrider.serving.memory import share_heaps
+share_heaps()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+meeting = threading.Barrier(8)
+def work():
+    libc.malloc(50_000)
+    meeting.wait()
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library is not glibc"
+)
+@pytest.mark.parametrize(("given", "most"), [(None, 2), ("5", 5)])
+def test_threads_of_a_server_share_heaps(given: str | None, most: int) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    env |= {} if given is None else {"MALLOC_ARENA_MAX": given}
+    command = [sys.executable, "-c", THREADS_WITH_HEAPS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
+    assert done.stdout.count("<heap nr=") == most

@@ -81,6 +81,7 @@ def serve(
     from outrider.policy.rule_document import compile_policy, load_policy
 
     try:
+        from outrider.serving.memory import share_heaps
         from outrider.serving.server import serve as run
         from outrider.serving.service import Settings
     except ModuleNotFoundError as error:
@@ -103,6 +104,7 @@ def serve(
     if policy is not None:
         compile_policy(load_policy(policy))  # a typo is found sooner than a model is loaded
     model.model = name or model.model
+    share_heaps()
     run(model.load(), settings, host, port, drain_seconds)
 
 
