@@ -209,12 +209,15 @@ def test_features_that_wait_long_keep_only_their_own_rows_in_memory():
     wide = len(engine.speculation.layer_ids) * 4
     steps = [torch.full((8, wide), float(step)) for step in range(300)]  # eight requests in each
     for step in steps:
-        engine.speculation.keep_features(late, step[3:4])
+        engine.speculation.keep_features([late], step[3:4], [1])
     del steps
-    pieces = engine.speculation._features[source.name, "late"]
-    assert torch.cat(pieces)[:, 0].tolist() == list(map(float, range(300)))
-    held = {piece.untyped_storage().data_ptr(): piece.untyped_storage() for piece in pieces}
-    assert sum(one.nbytes() for one in held.values()) < 4 * wide * (300 + 8 * 64)
+    waiting = engine.speculation._features
+    stores = [piece.rows.untyped_storage() for piece in waiting._pieces[source.name, "late"]]
+    held = {store.data_ptr(): store.nbytes() for store in stores}
+    assert sum(held.values()) < 4 * wide * (300 + 8 * 64)
+    told = waiting.take(source.name, "late")
+    assert told is not None and told[:, 0].tolist() == list(map(float, range(300)))
+    assert waiting.take(source.name, "late") is None
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ def test_features_are_kept_for_those_who_may_draft_or_only_listen(terms, samplin
     kept = set()
     while engine.has_work:
         engine.step()
-        kept |= {name for name, _ in engine.speculation._features}
+        kept |= {name for name, _ in engine.speculation._features._pieces}
     length = 2 + sampling.max_tokens
     assert len(listens.heard) == length
     assert ("drafts" in kept) is is_kept and (drafts.heard is not None) is is_kept

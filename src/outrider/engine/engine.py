@@ -337,8 +337,8 @@ class Engine:
         assert features is not None
         if len(rows) < len(features):
             features = features.index_select(0, torch.tensor(rows, device=features.device))
-        for work, part in zip(schedule.works, features.split(counts), strict=True):
-            self.speculation.keep_features(work.request, part)
+        requests = [work.request for work in schedule.works]
+        self.speculation.keep_features(requests, features, counts)
         if self.scheduler.reuse_prefixes:
             slots = [
                 slots_of(self.arena.page_table(work.request.request_id), first, first + count)
@@ -352,7 +352,7 @@ class Engine:
         for request in adopted if self.speculation.layer_ids else ():
             pages = self.arena.page_table(request.request_id)
             slots = slots_of(pages, 0, self.arena.num_committed(request.request_id))
-            self.speculation.keep_features(request, self._slot_features.of(slots))
+            self.speculation.keep_features([request], self._slot_features.of(slots), [len(slots)])
 
     def _append(self, proposal: Proposal, new: NewTokens) -> None:
         """Add the new tokens of one choice up to the end of its output."""

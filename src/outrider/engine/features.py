@@ -1,19 +1,72 @@
-"""The target's features of committed tokens, kept where their KV lies.
-
-A request that begins with KV of an earlier text runs no forward over it, yet a drafter wants the
-features of every token. They lie by KV slot, so they belong to whoever holds the page.
+"""The target's features of committed tokens: for sources that have not seen them yet, and for texts
+that begin like an earlier one.
 
 Shape legend: S slots of the arena, n tokens of one text, F width of all features.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from outrider.target.base import PAGE_SIZE
 
+MANY = 64  # pieces of features, each of which keeps those of its whole step in memory
+
+
+class Piece(NamedTuple):
+    """Features of some tokens of one text: rows of those of a step."""
+
+    rows: torch.Tensor  # [all of the step, F]
+    start: int
+    end: int
+
+
+class WaitingFeatures:
+    """What sources have not yet been told of each request, in the order of its text."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def add(self, source: str, request_id: str, rows: torch.Tensor, start: int, end: int) -> None:
+        """The next tokens' features lie in these rows [start, end)."""
+        pieces = self._pieces.setdefault((source, request_id), [])
+        pieces.append(Piece(rows, start, end))
+        if len(pieces) % MANY == 0:
+            _gather(pieces)
+
+    def take(self, source: str, request_id: str) -> torch.Tensor | None:
+        """Everything that waits, [n, F], which then waits no more; None: nothing does."""
+        pieces = self._pieces.pop((source, request_id), None)
+        return None if pieces is None else _joined(pieces)
+
+    def drop(self, source: str, request_id: str) -> None:
+        self._pieces.pop((source, request_id), None)
+
+
+def _gather(pieces: list[Piece]) -> None:
+    """Copy the small pieces at the end into one, which keeps nothing else in memory."""
+    first = len(pieces)
+    while first and pieces[first - 1].end - pieces[first - 1].start < MANY:
+        first -= 1
+    if first < len(pieces):
+        whole = _joined(pieces[first:])
+        pieces[first:] = [Piece(whole, 0, len(whole))]
+
+
+def _joined(pieces: Sequence[Piece]) -> torch.Tensor:
+    return torch.cat([rows[start:end] for rows, start, end in pieces])
+
 
 class SlotFeatures:
-    """Room for the features of every slot; memory is taken when the first are kept.
+    """Features of every KV slot; memory is taken when the first are kept.
+
+    A request that begins with KV of an earlier text runs no forward over it, yet a drafter wants
+    the features of every token. They lie by slot, so they belong to whoever holds the page.
 
     Args:
         dtype: that of the target, which drafters round to as well.

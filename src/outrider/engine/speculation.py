@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -13,6 +14,7 @@ from outrider.checks import shown
 from outrider.drafting.source import Draft, DraftContext, DraftSource, Outcome
 from outrider.engine.answers import Fields, check_answer, check_source, fields_of
 from outrider.engine.drafts import cut_depth, cut_unknown, matched, prefix, shared_part, subset
+from outrider.engine.features import WaitingFeatures
 from outrider.engine.guard import STALL_PER_TOKEN, STALL_SECONDS, Guard
 from outrider.engine.merging import joined
 from outrider.engine.request import Request
@@ -29,7 +31,6 @@ from outrider.terms import Terms
 from outrider.threads import one_thread
 
 MAX_KINDS = 32  # that are told apart: users may write anything there
-MANY = 64  # pieces of features, each of which keeps those of its whole step in memory
 
 
 @dataclass(slots=True)
@@ -98,7 +99,9 @@ class Speculation:
         self._by_name = {source.name: source for source in self.sources}
         self._said = {id(source): Fields(*fields_of(source)) for source in self.sources}
         self._num_layers = target.num_layers
-        self._features: dict[tuple[str, str], list[torch.Tensor]] = {}
+        read = [(source, tuple(source.target_layer_ids)) for source in self.sources]
+        self._readers = [(source, layers) for source, layers in read if layers]
+        self._features = WaitingFeatures()
         self._kinds: set[str] = {""}
         self._called: set[str] = set()
         self._lengths: dict[tuple[str, str], int] = {}  # of texts when sources last saw them
@@ -198,21 +201,23 @@ class Speculation:
             for name, outcomes in by_source.items()
         )
 
-    def keep_features(self, request: Request, features: torch.Tensor) -> None:
-        """Features of newly committed tokens, [m, len(layer_ids) * hidden], until asked for."""
-        request_id = request.request_id
-        for source in self.sources:
-            layers = self._said[id(source)].target_layer_ids
-            if not layers or not self._may_listen(source, request):
-                continue
+    def keep_features(
+        self, requests: Sequence[Request], features: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        """Features of newly committed tokens, until they are asked for.
+
+        Args:
+            features: [sum(counts), len(layer_ids) * hidden], request by request.
+        """
+        ends = list(accumulate(counts))
+        for source, layers in self._readers:
             mine = features
-            if tuple(layers) != self.layer_ids:
+            if layers != self.layer_ids:
                 taps = features.chunk(len(self.layer_ids), dim=1)
                 mine = torch.cat([taps[self.layer_ids.index(layer)] for layer in layers], dim=1)
-            pending = self._features.setdefault((source.name, request_id), [])
-            pending.append(mine)
-            if len(pending) % MANY == 0:
-                _gather(pending)
+            for request, count, end in zip(requests, counts, ends, strict=True):
+                if self._may_listen(source, request):
+                    self._features.add(source.name, request.request_id, mine, end - count, end)
 
     def _may_listen(self, source: DraftSource, request: Request) -> bool:
         """Whether a source may still ask for the features of a request."""
@@ -235,7 +240,7 @@ class Speculation:
     def release(self, request_id: str) -> None:
         """Make every source forget a request."""
         for source in self.sources:
-            self._features.pop((source.name, request_id), None)
+            self._features.drop(source.name, request_id)
             self._lengths.pop((source.name, request_id), None)
         self.planner.forget(request_id)
         self.guard.forget(request_id)
@@ -406,7 +411,7 @@ class Speculation:
         self.guard.failed(source, what, error)
         for request_id in request_ids:
             self.guard.pause(source, request_id)
-            self._features.pop((source.name, request_id), None)
+            self._features.drop(source.name, request_id)
             self._lengths.pop((source.name, request_id), None)
             self.guard.tell(source, "release", request_id)
 
@@ -441,9 +446,9 @@ class Speculation:
         context.token_ids = request.tokens.view()
         if not self._said[id(source)].target_layer_ids:
             return context
-        pending = self._features.pop((source.name, request.request_id), [])
         with one_thread():
-            return replace(context, features=torch.cat(pending) if pending else None)
+            features = self._features.take(source.name, request.request_id)
+        return replace(context, features=features)
 
     def _fit(self, draft: Draft, proposal: Proposal) -> Draft:
         outcome = proposal.outcome
@@ -454,15 +459,6 @@ class Speculation:
         if dropped:
             outcome.unknown_depths[draft.source] = dropped
         return _lawful(known, proposal)
-
-
-def _gather(pieces: list[torch.Tensor]) -> None:
-    """Copy the small pieces at the end into one, which keeps nothing else in memory."""
-    first = len(pieces)
-    while first and len(pieces[first - 1]) < MANY:
-        first -= 1
-    if first < len(pieces):
-        pieces[first:] = [torch.cat(pieces[first:])]
 
 
 def _lawful(draft: Draft, proposal: Proposal) -> Draft:

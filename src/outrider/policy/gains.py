@@ -28,6 +28,7 @@ PAYING = 64.0  # tokens of a draft that pay, before any was seen
 PAYING_MEMORY = 32.0  # drafts that their mean is made of, about
 BEYOND = 1.5  # times that mean a draft may be long, and one token more: drafts differ
 LONGEST_INTERVAL = 512  # steps between trials of a source that keeps bringing nothing
+SETTLED = 8  # steps for which it holds that a source is of no use to some requests
 FEW_TOKENS = 3  # of new text per request: what a step brings
 TOKENS = 16.0  # of new text, the unit in which it is about as much as a request
 TRUSTED, EVERY = 12, 16  # calls from which on one in so many has the line fitted anew
@@ -114,6 +115,8 @@ class SourceGain:
     is_on: bool = True  # it was asked in the last step, by what it brings
     num_cheap: int = 0  # calls that were made without a second thought
     paying: float = PAYING  # tokens of its drafts that are worth their rows, of late
+    _settled: list[str] = field(default_factory=list)  # requests that it was not worth asking for
+    _num_settled: int = 0  # steps since that was worked out
     _sums: dict[str, list[list[float]]] = field(default_factory=dict)  # kind -> [weight, tokens]
     _lengths: dict[str, int] = field(default_factory=dict)  # of texts when it was last asked
     _requests: dict[str, list[float]] = field(default_factory=dict)  # [expected, found]
@@ -131,6 +134,16 @@ class SourceGain:
             return False
         self.skipped, self.interval = 0, min(LONGEST_INTERVAL, 2 * max(self.interval, usual))
         return True
+
+    def is_settled(self, request_ids: list[str]) -> bool:
+        """Count a step; whether it would not be asked for these requests a few steps ago either,
+        when nobody had drafted for them, as now. What it may bring has hardly changed since."""
+        self._num_settled += 1
+        return self._num_settled < SETTLED and self._settled == request_ids
+
+    def settle(self, request_ids: list[str]) -> None:
+        """It is not worth asking for these requests where nobody else drafts; none: it is."""
+        self._settled, self._num_settled = request_ids, 0
 
     def expect(self, kind: str, request_id: str, place: int) -> tuple[float, float]:
         """Accepted tokens that asking for this request adds, in a bucket: likely, and at best.

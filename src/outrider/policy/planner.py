@@ -263,8 +263,13 @@ class Planner:
         best = [NONE] * len(view.asks) if self._is_biased_rule else list(map(self._best, view.asks))
         if gain.cost.num_calls < len(PROBES):  # nobody knows what it costs
             chosen = able[: PROBES[gain.cost.num_calls]]
-        else:
+        elif any(each.num_drafts for each in best):
             chosen = self._paying(gain, able, view, [each.expected for each in best])
+        elif gain.is_settled(names := [view.asks[index].request_id for index in able]):
+            chosen = []
+        else:
+            chosen = self._paying(gain, able, view, [0.0] * len(best))
+            gain.settle([] if chosen else names)
         gain.is_on = bool(chosen)
         if gain.is_due(bool(chosen), EXPLORE_EVERY):
             chosen = [able[self._num_steps % len(able)]]
