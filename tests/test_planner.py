@@ -20,7 +20,7 @@ from outrider.native import library
 from outrider.policy import measure
 from outrider.policy.calibration import HALF_LIFE, Calibration, extended
 from outrider.policy.cost import CostModel, Surface
-from outrider.policy.gains import CallCost, SourceGain, bucket
+from outrider.policy.gains import SETTLED, CallCost, SourceGain, bucket
 from outrider.policy.planner import PROBES, Planner
 from outrider.policy.restrict import Allowed
 from outrider.policy.view import Ask, StepView, narrowed
@@ -184,6 +184,32 @@ def test_an_unknown_source_is_tried_with_few_requests() -> None:
         for ask, draft in zip(view.asks, planner.choose(view), strict=True):
             planner.observe(ask, draft, [1])
     assert asked == [*PROBES, *[16] * 4]
+
+
+def test_that_a_source_is_of_no_use_is_worked_out_once_in_a_while(monkeypatch) -> None:
+    """Until somebody else drafts, another request comes, or some steps have gone by."""
+    planner, source = Planner(CostModel(64, Surface((1,), (0.01,), (0.0,)))), DraftSource()
+    looked: list[int] = []
+    paying = planner._paying
+    monkeypatch.setattr(planner, "_paying", lambda *given: looked.append(step) or paying(*given))
+
+    def budgets(names: str, drafts: list[Draft]) -> list[int]:
+        asks = [Ask(name, 20, drafts=list(drafts)) for name in names]
+        return planner.budgets(source, StepView(asks, len(names), 40))
+
+    for step in range(-len(PROBES), 0):  # each call takes a second, a step 10 ms
+        assert any(budgets("ab", []))
+        planner.observe_call(source.name, 2, 1.0)
+    planner._credit = 0.0
+    for step in range(12):
+        assert not any(budgets("ab", []))
+    assert looked == [0, SETTLED]
+    step = 20
+    budgets("ab", [Draft([1], confidence=[0.5], source="other")])
+    assert looked[2:] == [20]
+    for step in (21, 22):
+        budgets("abc", [])
+    assert looked[3:] == [21]
 
 
 # ---- weights and terms
