@@ -189,27 +189,24 @@ def test_an_unknown_source_is_tried_with_few_requests() -> None:
 def test_that_a_source_is_of_no_use_is_worked_out_once_in_a_while(monkeypatch) -> None:
     """Until somebody else drafts, another request comes, or some steps have gone by."""
     planner, source = Planner(CostModel(64, Surface((1,), (0.01,), (0.0,)))), DraftSource()
-    looked: list[int] = []
+    num_looks: list[int] = []
     paying = planner._paying
-    monkeypatch.setattr(planner, "_paying", lambda *given: looked.append(step) or paying(*given))
+    monkeypatch.setattr(planner, "_paying", lambda *given: num_looks.append(1) or paying(*given))
 
-    def budgets(names: str, drafts: list[Draft]) -> list[int]:
+    def looks(names: str, drafts: list[Draft]) -> int:
+        """How often it was worked out in one step, in which nobody is asked."""
+        before = len(num_looks)
         asks = [Ask(name, 20, drafts=list(drafts)) for name in names]
-        return planner.budgets(source, StepView(asks, len(names), 40))
+        assert not any(planner.budgets(source, StepView(asks, len(names), 40)))
+        return len(num_looks) - before
 
-    for step in range(-len(PROBES), 0):  # each call takes a second, a step 10 ms
-        assert any(budgets("ab", []))
+    for _ in PROBES:  # each call takes a second, a step 10 ms
+        assert any(planner.budgets(source, StepView([Ask("a", 20), Ask("b", 20)], 2, 40)))
         planner.observe_call(source.name, 2, 1.0)
     planner._credit = 0.0
-    for step in range(12):
-        assert not any(budgets("ab", []))
-    assert looked == [0, SETTLED]
-    step = 20
-    budgets("ab", [Draft([1], confidence=[0.5], source="other")])
-    assert looked[2:] == [20]
-    for step in (21, 22):
-        budgets("abc", [])
-    assert looked[3:] == [21]
+    assert [looks("ab", []) for _ in range(SETTLED + 2)] == [1, *[0] * (SETTLED - 1), 1, 0]
+    assert looks("ab", [Draft([1], confidence=[0.5], source="other")]) == 1
+    assert [looks("abc", []), looks("abc", [])] == [1, 0]
 
 
 # ---- weights and terms
