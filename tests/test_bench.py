@@ -398,6 +398,7 @@ def test_speed_only_is_said_above_everything(tmp_path: Path) -> None:
     assert "By kind of prompt" not in text
 
 
+@pytest.mark.slow
 def test_without_matplotlib_a_report_has_its_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +420,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ def test_calibration_error_of_known_cases() -> None:
     assert expected_error(said, truth) == pytest.approx((4 * 0.15 + 2 * 0.1) / 6, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_temperatures_and_shifts_undo_confidence_that_is_too_sure() -> None:
     random = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(80_000, 3, generator=random)

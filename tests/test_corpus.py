@@ -127,6 +127,7 @@ values = st.recursive(
 keys = st.sampled_from(["text", "turns", "messages", "outputs", "prompt", "other", "\ud800"])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(record=st.dictionaries(keys, values, max_size=3) | values, plain=st.booleans())
 @example(record=conversation(("assistant", "\ue0000\ue001")), plain=False)

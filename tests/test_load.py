@@ -277,6 +277,7 @@ def test_a_model_with_pictures_keeps_its_language_model_one_level_down(tmp_path)
     assert set(loaded.state_dict()) == {"model.norm.weight", "lm_head.weight", "vision.x"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_makes_up_no_weights(tmp_path, family):
     model = toy_model(family, num_hidden_layers=1, layer_types=None)

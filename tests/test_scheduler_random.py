@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_cases import Service, make_request, make_scheduler, step
@@ -38,6 +39,7 @@ VISITS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     visits=VISITS,

@@ -118,6 +118,7 @@ def test_a_large_batch_on_a_device_where_rows_are_cheap() -> None:
     assert planner.num_draft_rows > 1000
 
 
+@pytest.mark.slow
 def test_an_oracle_submits_what_is_right_and_asks_only_where_that_pays() -> None:
     flat = Surface((1, 64), (1.0, 1.0), (0.0, 0.0))
     text = list(range(20, 41))
@@ -138,6 +139,7 @@ def test_an_oracle_submits_what_is_right_and_asks_only_where_that_pays() -> None
     assert steps(5.0) == (7, 14)  # four tokens more are not worth five steps of three
 
 
+@pytest.mark.slow
 def test_no_plan_beats_the_oracle() -> None:
     trace = synthetic(24, 60)
 

@@ -118,6 +118,7 @@ def test_a_plot_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
               "--plot", tmp_path / "p.svg")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "a.txt").write_text(SENTENCE * 50)

@@ -97,6 +97,7 @@ def test_every_algorithm_learns_and_is_saved(algorithm, places, tmp_path) -> Non
     assert result.curve == tmp_path / "run" / "curve.png"
 
 
+@pytest.mark.slow
 def test_the_log_of_a_run_is_drawn(places, tmp_path) -> None:
     trained(Run(recipe_of(toy_recipe()), inputs(places, tmp_path / "run")))
     curve = draw_curve(tmp_path / "run")
@@ -374,6 +375,7 @@ def test_acceptance_lengths_are_products_down_a_draft() -> None:
     assert found.conditional == pytest.approx([1.5 / 3, 1.25 / 1.5, 0.25 / 1.25])
 
 
+@pytest.mark.slow
 def test_a_perfect_drafter_is_accepted_whole(places, tmp_path, monkeypatch) -> None:
     run = Run(recipe_of(toy_recipe()), inputs(places, tmp_path / "run"))
     at = {int(token): index for index, token in enumerate(run.drafter.d2t)}

@@ -160,6 +160,7 @@ def test_shapes_and_sizes(family, target):
     assert target.deterministic is False
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_split_into_steps_gives_the_same_logits(data):
