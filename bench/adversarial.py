@@ -14,7 +14,7 @@ import json
 import random
 from statistics import median
 
-from common import alternate
+from common import alternate, amount, count
 
 from outrider import LLM, SamplingParams
 from outrider.bench.drive import drive
@@ -50,10 +50,10 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--speculative-config", default="auto")
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--temperature", type=float, default=2.0)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", nargs="+", type=count, default=[1, 8, 32])
+    parser.add_argument("--temperature", type=amount, default=2.0)
+    parser.add_argument("--max-tokens", type=count, default=128)
+    parser.add_argument("--rounds", type=count, default=7)
     given = parser.parse_args()
     config = parse_speculative_config(given.speculative_config)
     uncached = {"enable_prefix_caching": False}  # else a second pass finds the prompts of the first

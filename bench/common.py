@@ -1,5 +1,6 @@
 """What the benchmark scripts share: their prompts, and what `outrider bench` measures with."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,3 +39,21 @@ def read_prompts(paths: Sequence[Path], limit: int | None = None) -> list[BenchP
     if limit is not None and len(prompts) > limit:
         prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
     return prompts
+
+
+def count(text: str) -> int:
+    """An option of argparse: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """An option of argparse: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value

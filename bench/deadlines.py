@@ -19,7 +19,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from common import DEFAULT_PROMPTS, alternate, read_prompts
+from common import DEFAULT_PROMPTS, alternate, amount, count, read_prompts
 from load import CHAT, ServerProcess, call, chat_body
 
 MOST_IN_A_BURST = 8
@@ -75,18 +75,18 @@ async def serve(
 
     ended = await asyncio.gather(*map(one, jobs, moments))
     times = [seconds for job, seconds in ended if job.is_urgent]
-    on_time = sum(seconds <= deadline for seconds in times) / len(times)
+    on_time = sum(seconds <= deadline for seconds in times) / max(1, len(times))
     return {"on_time": on_time, "seconds": perf_counter() - start}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--speculative-config", default="auto")
-    parser.add_argument("--load", type=float, default=0.9, help="share of what is sustained")
-    parser.add_argument("--deadline", type=float, default=1.0, help="seconds, of the short ones")
-    parser.add_argument("--jobs", type=int, default=400)
-    parser.add_argument("--seats", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load", type=amount, default=0.9, help="share of what is sustained")
+    parser.add_argument("--deadline", type=amount, default=1.0, help="seconds, of the short ones")
+    parser.add_argument("--jobs", type=count, default=400)
+    parser.add_argument("--seats", type=count, default=8)
+    parser.add_argument("--rounds", type=count, default=3)
     given = parser.parse_args()
     jobs = make_jobs(given.jobs, 1)
     options = ("--max-num-seqs", str(given.seats), "--max-waiting", str(given.jobs))

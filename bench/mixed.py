@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import HERE, alternate, provenance
+from common import HERE, alternate, count, provenance
 
 from outrider import LLM, SamplingParams
 from outrider.bench.configs import default_name
@@ -184,12 +184,12 @@ def main() -> None:
     )
     parser.add_argument("--workload", nargs="+", type=Path, help="JSONL of prompts instead")
     parser.add_argument("--category", action="append", help="only these")
-    parser.add_argument("--limit", type=int, help="so many prompts, evenly spread")
-    parser.add_argument("--batch", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="fixed lengths")
-    parser.add_argument("--fill", type=int, default=4, help="requests per place of a batch")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit", type=count, help="so many prompts, evenly spread")
+    parser.add_argument("--batch", nargs="+", type=count, default=BATCHES)
+    parser.add_argument("--lengths", nargs="+", type=count, default=LENGTHS, help="fixed lengths")
+    parser.add_argument("--fill", type=count, default=4, help="requests per place of a batch")
+    parser.add_argument("--max-tokens", type=count, default=96)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--plot", type=Path, help="an image of the table")
     parser.add_argument("-o", "--output", type=Path, help="all rounds as JSON")
     given = parser.parse_args()

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import adversarial
 import deadlines
+import mixed
 import serve
 from load import Reply
 
@@ -115,3 +116,19 @@ def test_another_text_on_one_side_ends_the_bench():
     )
     with pytest.raises(AssertionError, match="another text"):
         bench.rate(other)
+
+
+@pytest.mark.parametrize("script", [adversarial, deadlines, mixed])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", ""])
+def test_options_that_cannot_be_measured_are_refused_at_once(monkeypatch, capsys, script, value):
+    names = {"--rounds"} | ({"--jobs"} if script is deadlines else {"--batch"})
+    for name in names:
+        monkeypatch.setattr(sys, "argv", [script.__name__, name, value])
+        with pytest.raises(SystemExit, match="2"):
+            script.main()
+        assert "expected a whole number of at least 1" in capsys.readouterr().err
+    if script is deadlines and value != "1.5":
+        monkeypatch.setattr(sys, "argv", ["deadlines", f"--load={value}"])
+        with pytest.raises(SystemExit, match="2"):
+            script.main()
+        assert "expected a number above 0" in capsys.readouterr().err
