@@ -199,3 +199,24 @@ def test_the_lawful_part_of_a_tree():
     assert state.lawful(nothing, [a, five, EOS, a], []) == [0, 1, 2]
     assert state.lawful(np.array([a], np.int32), [b, EOS], []) == [0, 1]
     assert state.lawful(np.array([a, x], np.int32), [b], []) == [0]  # left: nothing is known
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        ({"choice": ["<|im_start|>x"]}, ["<|im_start|>x"]),
+        ({"choice": ["yes<|im_end|>no", "<|endoftext|>"]}, ["yes<|im_end|>no", "<|endoftext|>"]),
+        ({"regex": r"<\|im_end\|>ok"}, ["<|im_end|>ok"]),
+        ({"json": {"enum": ["a<|im_end|>b"]}}, ['"a<|im_end|>b"']),
+    ],
+)
+def test_names_of_special_tokens_are_text_like_any_other(form, texts):
+    plain, fast = (
+        LLM(speculative_config=config).generate(
+            "Say hello.", SamplingParams(temperature=0, max_tokens=40, structured_outputs=form)
+        )[0]
+        for config in (None, "auto")
+    )
+    assert plain.outputs[0].text in texts and plain.outputs[0].finish_reason == "stop"
+    assert fast.outputs[0].token_ids == plain.outputs[0].token_ids

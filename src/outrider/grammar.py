@@ -37,7 +37,7 @@ class Grammars:
         self._backend: Any = getattr(tokenizer, "backend", None)
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_token_ids)
-        self._tokenizer: Any = None
+        self._tokenizers: dict[bool, Any] = {}  # by whether a grammar can name special tokens
         self._known: dict[str, Any] = {}  # matchers at their beginning, by grammar
         self._lock = Lock()  # submissions are checked in several threads
 
@@ -59,17 +59,14 @@ class Grammars:
         return GrammarState(matcher, self._vocab_size, self._eos_ids)
 
     def _matcher(self, library: Any, structured_outputs: Mapping[str, Any]) -> Any:
-        if self._tokenizer is None:
-            self._tokenizer = library.LLTokenizer(
-                self._backend.to_str(), n_vocab=self._vocab_size, eos_token=list(self._eos_ids)
-            )
         try:
             source = _source(library, structured_outputs)
         except (TypeError, ValueError, RecursionError) as error:
             raise SamplingError(f"structured_outputs: {error}") from error
         if source in self._known:
             return self._known[source]
-        matcher = library.LLMatcher(self._tokenizer, source, log_level=0)
+        tokenizer = self._tokenizer(library, names_tokens="grammar" in structured_outputs)
+        matcher = library.LLMatcher(tokenizer, source, log_level=0)
         if matcher.is_error():
             lines = matcher.get_error().splitlines()  # those that quote the grammar are indented
             reason = " ".join(line for line in lines if not line.startswith(" "))
@@ -78,6 +75,21 @@ class Grammars:
             self._known.pop(next(iter(self._known)))
         self._known[source] = matcher
         return matcher
+
+    def _tokenizer(self, library: Any, names_tokens: bool) -> Any:
+        """The tokenizer as llguidance reads it.
+
+        It looks for special tokens in what a grammar forces. In a text they are none: a choice that
+        says "<|im_start|>" is spelled in letters. Grammars in Lark's notation can name them.
+        """
+        if names_tokens not in self._tokenizers:
+            told = self._backend.to_str()
+            self._tokenizers[names_tokens] = library.LLTokenizer(
+                told if names_tokens else _without_names(told),
+                n_vocab=self._vocab_size,
+                eos_token=list(self._eos_ids),
+            )
+        return self._tokenizers[names_tokens]
 
 
 class GrammarState:
@@ -172,6 +184,27 @@ def _paths(draft_ids: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
         parent = parents[index] if parents else index - 1
         paths.append([*(paths[parent] if parent >= 0 else ()), token])
     return paths
+
+
+def _without_names(tokenizer: str) -> str:
+    """A tokenizer.json whose special tokens are called as no text can be."""
+    told = json.loads(tokenizer)
+    names = {
+        token["content"]: f"\ufdd0{token['id']}"
+        for token in told.get("added_tokens") or ()
+        if token["special"]
+    }
+    for token in told.get("added_tokens") or ():
+        token["content"] = names.get(token["content"], token["content"])
+    vocab = told["model"].get("vocab")
+    if isinstance(vocab, dict):
+        told["model"]["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
+    elif vocab is not None:
+        told["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    unknown = told["model"].get("unk_token")
+    told["model"] |= {} if unknown is None else {"unk_token": names.get(unknown, unknown)}
+    told["post_processor"] = None
+    return json.dumps(told, ensure_ascii=False)
 
 
 def _source(library: Any, structured_outputs: Mapping[str, Any]) -> str:
