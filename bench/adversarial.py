@@ -30,10 +30,8 @@ class Bench:
 
     def __init__(self, vocab_size: int, batch: int, params: SamplingParams) -> None:
         pick = random.Random(1).randrange
-        count = max(LEAST_REQUESTS, 2 * batch)
-        self._prompts = [
-            (i, [pick(vocab_size) for _ in range(PROMPT_TOKENS)]) for i in range(count)
-        ]
+        num = max(LEAST_REQUESTS, 2 * batch)
+        self._prompts = [(i, [pick(vocab_size) for _ in range(PROMPT_TOKENS)]) for i in range(num)]
         self._batch = batch
         self._params = params
         self._texts: dict[int, list[int]] = {}

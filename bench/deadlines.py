@@ -37,25 +37,25 @@ class Job:
         return chat_body(self.messages, self.max_tokens, temperature=0, **terms)
 
 
-def make_jobs(count: int, seed: int) -> list[Job]:
+def make_jobs(num: int, seed: int) -> list[Job]:
     """Two of three are short and wanted soon, the rest long and not urgent."""
     pick = random.Random(seed)
     chats = [prompt.conversation for prompt in read_prompts([DEFAULT_PROMPTS])]
     jobs = []
-    for _ in range(count):
+    for _ in range(num):
         is_urgent = pick.random() < 2 / 3
         max_tokens = pick.randrange(10, 40) if is_urgent else pick.randrange(80, 250)
         jobs.append(Job(pick.choice(chats), max_tokens, is_urgent))
     return jobs
 
 
-def arrivals(count: int, seconds: float, seed: int) -> list[float]:
+def arrivals(num: int, seconds: float, seed: int) -> list[float]:
     """Moments spread over a time, in bursts."""
     pick = random.Random(seed)
     moments: list[float] = []
-    while len(moments) < count:
+    while len(moments) < num:
         moments += [pick.random() * seconds] * pick.randrange(1, MOST_IN_A_BURST + 1)
-    return sorted(moments[:count])
+    return sorted(moments[:num])
 
 
 async def serve(
