@@ -28,8 +28,10 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 
 @pytest.fixture(autouse=True)
-def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own: that of the tests may hold the models of others."""
     monkeypatch.setattr("outrider.cli.table_inputs.tokenizer_of", lambda model: TOKENIZER)
+    monkeypatch.setattr("outrider.cli.table_inputs._resident_bytes", lambda: 100 << 20)
 
 
 def table(*arguments: object) -> str:
@@ -183,7 +185,7 @@ def test_wrong_options_are_refused(
         ("--key-lengths", "1,7"): "different numbers from 1 to 6, as 1,2,4, got '1,7'",
         ("--key-lengths", "1,1"): "got '1,1'",
         ("--max-bytes", "15X"): "--max-bytes must be a number of bytes, or one with K, M, G",
-        ("--memory", "1M"): "--memory must be at least",
+        ("--memory", "1M"): "--memory must be at least 164M (the program takes 100M, a build 64M)",
         ("--max-bytes", "1K"): "the maximum is 1024",
     }.items():
         assert message in refused(monkeypatch, capsys, *build, *options)
