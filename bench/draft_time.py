@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import alternate, provenance, seconds
+from common import alternate, count, provenance, seconds
 
 from outrider.bench.timing import spread
 from outrider.drafters import Drafter, DrafterConfig, make_drafter
@@ -232,8 +232,8 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--requests", nargs="+", type=count, default=[1, 8])
+    parser.add_argument("--rounds", type=count, default=40)
     parser.add_argument("--torch", action="store_true", help="layers in torch, not compiled")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()

@@ -30,6 +30,7 @@ from common import (
     HERE,
     BenchPrompt,
     alternate,
+    count,
     medians,
     pin,
     provenance,
@@ -425,10 +426,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="default: the default target")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS])
-    parser.add_argument("--limit", type=int, help="take this many prompts, evenly spread")
+    parser.add_argument("--limit", type=count, help="take this many prompts, evenly spread")
     parser.add_argument("--only", choices=ROWS, nargs="+", default=list(ROWS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--output", type=Path, default=Path("results/bench-engine.json"))
     arguments = parser.parse_args()
     pin(arguments.threads)

@@ -30,7 +30,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from common import HERE, pin, provenance
+from common import HERE, count, pin, provenance
 
 from outrider.drafting.lookup import LookupSource
 from outrider.drafting.source import Draft, DraftContext, Outcome
@@ -372,8 +372,8 @@ def _count(count: Count, num_new: int, num_drafts: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--texts", type=int, default=16, help="texts of each kind")
-    parser.add_argument("--depth", type=int, default=64, help="of their tree (vLLM: 24)")
+    parser.add_argument("--texts", type=count, default=16, help="texts of each kind")
+    parser.add_argument("--depth", type=count, default=64, help="of their tree (vLLM: 24)")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results/bench-lookup.json")
     options = parser.parse_args()
     pin(1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import DEFAULT_PROMPTS, BenchPrompt, pin, provenance, read_prompts
+from common import DEFAULT_PROMPTS, BenchPrompt, count, pin, provenance, read_prompts
 
 from outrider import LLM, SamplingParams
 from outrider.cli.comparison import twin
@@ -229,11 +229,11 @@ def main() -> None:
     parser.add_argument("--model", help="default: the default target")
     parser.add_argument("--draft-model", help="default: the target itself")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS])
-    parser.add_argument("--num-prompts", type=int, default=300)
+    parser.add_argument("--num-prompts", type=count, default=300)
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES))
     parser.add_argument("--no-deterministic", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--output", type=Path, default=Path("results/bench-lossless.json"))
     arguments = parser.parse_args()
     pin(arguments.threads)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import HERE
+from common import HERE, count
 
 from outrider import LLM, SamplingParams
 from outrider.bench.drive import drive
@@ -146,14 +146,14 @@ def main() -> None:
     part.add_argument("--model", help="default: the default target")
     part.add_argument("--source", action="append", default=[], help="JSON of one more source")
     part.add_argument("--workload", nargs="+", type=Path, help="JSONL of prompts instead")
-    part.add_argument("--max-tokens", type=int, default=96)
+    part.add_argument("--max-tokens", type=count, default=96)
     part.set_defaults(function=record)
     part = parts.add_parser("run", help="try plans on a trace")
     part.add_argument("trace", type=Path, help="a file of `record`, or the word synthetic")
     part.add_argument("--curve", choices=("own", "gpu"), default="own")
-    part.add_argument("--batch", nargs="+", type=int, default=(1, 4, 8, 16))
-    part.add_argument("--fill", type=int, default=8, help="requests per place of a batch")
-    part.add_argument("--max-rows", type=int, default=512, help="of a forward")
+    part.add_argument("--batch", nargs="+", type=count, default=(1, 4, 8, 16))
+    part.add_argument("--fill", type=count, default=8, help="requests per place of a batch")
+    part.add_argument("--max-rows", type=count, default=512, help="of a forward")
     part.add_argument("--with-kinds", action="store_true", help="plans know what a request is")
     part.set_defaults(function=run)
     given = parser.parse_args()

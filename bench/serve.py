@@ -15,7 +15,7 @@ import json
 from statistics import median
 from time import perf_counter
 
-from common import DEFAULT_PROMPTS, provenance, read_prompts
+from common import DEFAULT_PROMPTS, count, provenance, read_prompts
 from load import CHAT, ServerProcess, call_together, chat_body
 
 from outrider import LLM, SamplingParams
@@ -83,9 +83,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[8])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--batch", type=count, nargs="+", default=[8])
+    parser.add_argument("--rounds", type=count, default=7)
+    parser.add_argument("--max-tokens", type=count, default=256)
     parser.add_argument("--speculative-config", default="none")
     parser.add_argument("-o", "--output", type=argparse.FileType("w"))
     return parser.parse_args()

@@ -25,6 +25,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from common import amount, count
 from load import CHAT, ServerProcess, call, scrape
 from traffic import MAX_BODY_BYTES, POLICIES, Caller, Outcome, make_cases
 
@@ -291,11 +292,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--sustain-seconds", type=float, default=10.0)
-    parser.add_argument("--cases", type=int, default=24)
+    parser.add_argument("--seconds", type=amount, default=60.0)
+    parser.add_argument("--sustain-seconds", type=amount, default=10.0)
+    parser.add_argument("--cases", type=count, default=24)
     parser.add_argument("--burst", action="store_true")
-    parser.add_argument("--burst-seconds", type=float, default=20.0)
+    parser.add_argument("--burst-seconds", type=amount, default=20.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, help="write the server's log here")
     given = parser.parse_args()

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from common import provenance
+from common import count, provenance
 
 from outrider.drafting.source import DraftContext
 from outrider.drafting.table import TableSource
@@ -159,7 +159,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--entries", type=int, default=10_000_000)
+    parser.add_argument("--entries", type=count, default=10_000_000)
     parser.add_argument("--text", nargs="+", type=Path, help="corpus of the part `tiers`")
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()

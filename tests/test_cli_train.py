@@ -321,9 +321,9 @@ def test_commands_without_their_files_say_so(model, tmp_path, monkeypatch, capsy
 
     assert "no data.json" in told("run", "dspark", "--data", tmp_path, "-o", tmp_path / "run")
     assert "no recipe 'x'" in told("run", "x", "--data", tmp_path, "-o", tmp_path / "run")
-    assert "no drafter at" in told("eval", tmp_path / "none")
-    for given in ("[]", '[{"method": "lookup"}, {"method": "forced"}]'):
-        assert "must be a run, a drafter or the JSON of one source" in told("eval", given)
+    two = '[{"method": "lookup"}, {"method": "forced"}]'
+    for given in (tmp_path / "none", "auto", "none", "dspark", "[]", two):
+        assert "must be the directory of a run or a drafter, or the JSON" in told("eval", given)
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").touch()
     for command in (

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from engine_cases import SCRIPTS
 from fakes import FakeTarget, ReplaySource, SubmitAll
 from toy_models import toy_tokenizer
 
+import outrider.grammar
 from outrider import LLM, Draft, SamplingError, SamplingParams
 from outrider.drafting.forced import ForcedSource
 from outrider.grammar import Grammars
@@ -137,6 +139,62 @@ def test_a_text_goes_on_after_preemption_where_its_grammar_was():
     assert sum(one.metrics.num_preemptions for one in together) > 0
 
 
+HALF = {"grammar": 'start: /[a-c]{6}/ "é"'}  # the toy has its first byte, and no second one
+MANY = {"grammar": 'start: "b" many\nmany: "a" many'}  # beyond what llguidance keeps in mind
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_an_output_that_cannot_go_on_ends_with_an_error_where_plain_decoding_does(script):
+    for changes in ({}, {"temperature": 0.0}, {"n": 2, "logprobs": 2}):
+        wanted = params(HALF, **changes)
+        plain, other = make_llm().generate(["the end", "so"], [wanted, params(GRAMMARS["regex"])])
+        n = len(plain.outputs)
+        known = {
+            "0" if n == 1 else f"0#{one.index}": [*one.token_ids, 5, EOS, 7, EOS]
+            for one in plain.outputs
+        }
+        llm = make_llm(ReplaySource(known, script))
+        found, besides = llm.generate(["the end", "so"], [wanted, params(GRAMMARS["regex"])])
+        for mine, theirs in zip(found.outputs, plain.outputs, strict=True):
+            assert theirs.finish_reason == "error" and len(theirs.token_ids) == 7
+            assert theirs.stop_reason == (
+                "structured_outputs cannot be followed any further: no token of the model fits"
+            )
+            assert mine == replace(
+                theirs, token_sources=mine.token_sources, token_confidences=mine.token_confidences
+            )
+        assert besides.outputs[0].token_ids == other.outputs[0].token_ids
+        assert besides.outputs[0].finish_reason == "stop"
+        assert not llm.engine.has_work
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("grammar", [HALF, MANY], ids=["half", "many"])
+def test_an_output_that_cannot_go_on_comes_out_the_same_again(grammar):
+    llm = make_llm()
+    first, again = (llm.generate("the end", params(grammar))[0].outputs[0] for _ in range(2))
+    assert first.finish_reason == "error" and first == again
+
+
+def test_what_copies_of_a_grammar_spent_is_given_to_an_output_anew(monkeypatch):
+    # By calls: a new grammar's own, then one a row.
+    spent = iter([False, False, False, True, False, False, False, True, False, False])
+
+    def next_tokens(matcher, vocab_size):
+        return None if next(spent, False) else original(matcher, vocab_size)
+
+    original = outrider.grammar.next_tokens
+    [plain] = make_llm().generate("the end", params(GRAMMARS["schema"]))
+    monkeypatch.setattr("outrider.grammar.next_tokens", next_tokens)
+    [found] = make_llm().generate("the end", params(GRAMMARS["schema"]))
+    assert next(spent, None) is None
+    assert found.outputs == plain.outputs
+    spent = iter([False] * 9 + [True] * 9)  # nor can it be compiled any more
+    [found] = make_llm().generate("the end", params(GRAMMARS["schema"]))
+    assert found.outputs[0].finish_reason == "error"
+    assert found.outputs[0].token_ids == plain.outputs[0].token_ids[:8]
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -154,6 +212,7 @@ def test_what_is_no_grammar_is_refused(given):
     [
         *({"json": "{"}, {"json": {"type": "nonsense"}}, {"json": {"$ref": "#/nowhere"}}),
         *({"regex": "("}, {"grammar": "start: nope"}, {"json": "[]"}),
+        *({"json": {"$ref": "#"}}, {"choice": ["日"]}),
     ],
 )
 def test_what_cannot_be_followed_is_refused_before_any_work(given):

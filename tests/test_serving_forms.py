@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from chat_cases import TOY, USER, WEATHER, asked, toy_server
-from serving_cases import CHAT, refusal
+from serving_cases import CHAT, COMPLETIONS, events, refusal
 
 from outrider.grammar import Grammars
 from outrider.serving.structure import Signature, answer_rules, behind_thoughts, call_rules, whole
@@ -86,3 +86,26 @@ def test_a_schema_as_text_has_as_few_blanks_behind_thoughts():
             [choice] = asked(client, CHAT, **body, **form)["choices"]
             assert json.loads(choice["message"]["content"]) == {"a": "b/c"}
             assert 41 * " " not in choice["message"]["content"]
+
+
+HALF = {"regex": "[a-c]{6}é"}  # the toy has the first byte of the last letter, and no second one
+
+
+@pytest.mark.parametrize(
+    ("param", "form"),
+    [
+        ("structured_outputs", {"structured_outputs": HALF}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {
+            "schema": {"type": "string", "pattern": "^[a-c]{6}é$"}}}}),
+    ],
+)  # fmt: skip
+def test_an_answer_that_cannot_go_on_is_an_error_and_no_answer(param, form):
+    with toy_server() as client:
+        for path, ask in ((CHAT, {"messages": USER}), (COMPLETIONS, {"prompt": "hi"})):
+            body = ask | {"max_tokens": 40, "n": 2, "seed": 1} | form
+            error = refusal(client.post(path, json=body))
+            assert error["param"] == param and error["type"] == "invalid_request_error"
+            assert error["message"].startswith(f"{param} cannot be followed any further: ")
+            *parts, last = events(client.post(path, json=body | {"stream": True}).text)
+            assert last == {"error": error}
+            assert all(choice["finish_reason"] is None for p in parts for choice in p["choices"])

@@ -110,7 +110,7 @@ NAMED = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
      "response_format"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}],
       "tool_choice": "required"}, "tools"),
     ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages"),

@@ -4,8 +4,9 @@ import json
 
 import pytest
 from chat_cases import both, functions, tools_text, toy_server
-from serving_cases import CHAT, asked, refusal
+from serving_cases import CHAT, asked, refusal, serving
 
+from outrider import LLM
 from outrider.drafting.forced import ForcedSource
 
 pytest.importorskip("llguidance")
@@ -26,7 +27,12 @@ def tool(name: str, parameters: dict | None = None, **more) -> dict:
 
 WEATHER, CLOCK = tool("weather", CITY), tool("clock")
 TOOLS = [WEATHER, CLOCK]
-ASK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 400}
+ASK = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 0,
+    "max_tokens": 400,
+    "logit_bias": {"93": -100},
+}  # half of a character that the toy cannot end
 
 
 def named(name: str) -> dict:
@@ -164,7 +170,7 @@ def test_choices_that_cannot_be_are_refused(body):
 
 
 def test_schemas_that_cannot_be_followed_are_refused_where_they_would_have_to_be():
-    wrong = {"type": "nonsense"}
+    wrong = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
     with toy_server() as client:
         for tools, body in (
             ([tool("f", wrong)], {"tool_choice": "required"}),
@@ -174,3 +180,32 @@ def test_schemas_that_cannot_be_followed_are_refused_where_they_would_have_to_be
             refusal(client.post(CHAT, json={**ASK, "tools": tools, **body}))
         for tools in ([tool("f", wrong)], [tool("f", wrong, strict=False)]):
             asked(client, CHAT, **ASK | {"max_tokens": 3}, tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("tools", "param", "said"),
+    [
+        ([tool("")], "tools.0.function.name", "at least 1 character"),
+        ([WEATHER, CLOCK, tool("clock", CITY)], "tools", "two functions have the name 'clock'"),
+        ([tool("f", {"type": "string"})], "tools.0.function.parameters", 'of type "object"'),
+        ([CLOCK, tool("f", {"type": 5})], "tools.1.function.parameters", 'of type "object"'),
+        ([tool("f", {"type": ["object", "null"]})], "tools.0.function.parameters", "of type"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused(tools, param, said):
+    with toy_server() as client:
+        for choice in ("auto", "required", "none"):
+            body = {**ASK, "tools": tools, "tool_choice": choice}
+            error = refusal(client.post(CHAT, json=body))
+            assert error["param"] == param and said in error["message"]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["<|im_start|>", "a<|im_end|>b", "<|endoftext|>"])
+def test_names_of_functions_are_no_special_tokens(name):
+    llm = LLM(speculative_config=None)
+    body = {"messages": [{"role": "user", "content": "What time is it?"}], "temperature": 0}
+    body |= {"tools": [tool(name)], "tool_choice": "required", "parallel_tool_calls": False}
+    with serving(llm) as client:
+        [choice] = asked(client, CHAT, **body, max_tokens=60)["choices"]
+    assert functions(choice["message"]["tool_calls"]) == [{"name": name, "arguments": "{}"}]

@@ -8,20 +8,35 @@ Shape legend: n rows of one request, V vocabulary, W = ceil(V / 32) words of a m
 """
 
 import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from outrider.errors import MissingDependency, SamplingError
 
-logger = logging.getLogger(__name__)
-
 KEPT = 64  # compiled grammars
+NUM_ANEW = 3  # times that one output may have its grammar compiled anew
 # Models that have nothing to say write blanks for ever where a grammar lets them.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+NONE_FITS = ("", "NoExtension", "NoExtensionBias")  # how llguidance says so
+
+
+class Grammar(NamedTuple):
+    """As llguidance reads it."""
+
+    source: str
+    may_name_tokens: bool  # as <|im_end|>, outside of its texts
+
+
+class Lost(NamedTuple):
+    """A row whose mask cannot be told, and all behind it."""
+
+    row: int
+    why: str
 
 
 class Grammars:
@@ -38,7 +53,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_token_ids)
         self._tokenizers: dict[bool, Any] = {}  # by whether a grammar can name special tokens
-        self._known: dict[str, Any] = {}  # matchers at their beginning, by grammar
+        self._known: dict[Grammar, Any] = {}  # matchers at their beginning
         self._lock = Lock()  # submissions are checked in several threads
 
     def follow(self, structured_outputs: Mapping[str, Any]) -> "GrammarState":
@@ -54,34 +69,38 @@ class Grammars:
                 "structured_outputs needs a tokenizer of the library tokenizers and a token that "
                 "ends a text; this model was made without"
             )
-        with self._lock:
-            matcher = self._matcher(library, structured_outputs).deep_copy()
-        return GrammarState(matcher, self._vocab_size, self._eos_ids)
-
-    def _matcher(self, library: Any, structured_outputs: Mapping[str, Any]) -> Any:
         try:
-            source = _source(library, structured_outputs)
+            grammar = _grammar(library, structured_outputs)
         except (TypeError, ValueError, RecursionError) as error:
             raise SamplingError(f"structured_outputs: {error}") from error
-        if source in self._known:
-            return self._known[source]
-        tokenizer = self._tokenizer(library, names_tokens="grammar" in structured_outputs)
-        matcher = library.LLMatcher(tokenizer, source, log_level=0)
-        if matcher.is_error():
-            lines = matcher.get_error().splitlines()  # those that quote the grammar are indented
-            reason = " ".join(line for line in lines if not line.startswith(" "))
-            raise SamplingError(f"structured_outputs cannot be followed: {reason:.300}")
+        with self._lock:
+            matcher = self._known.get(grammar) or self._compile(grammar)
+            return GrammarState(
+                matcher.deep_copy(), self._vocab_size, self._eos_ids, partial(self._anew, grammar)
+            )
+
+    def _anew(self, grammar: Grammar) -> Any:
+        """A matcher that can do what a new one can: copies share what the library lets them do."""
+        with self._lock:
+            return self._compile(grammar).deep_copy()
+
+    def _compile(self, grammar: Grammar) -> Any:
+        matcher = self._matcher(grammar.source, False)
+        if matcher.is_error() and grammar.may_name_tokens:
+            matcher = self._matcher(grammar.source, True)
+        if matcher.is_error() or next_tokens(matcher, self._vocab_size) is None:
+            raise SamplingError(f"structured_outputs cannot be followed: {why_lost(matcher):.300}")
         if len(self._known) >= KEPT:
             self._known.pop(next(iter(self._known)))
-        self._known[source] = matcher
+        self._known[grammar] = matcher
         return matcher
 
-    def _tokenizer(self, library: Any, names_tokens: bool) -> Any:
-        """The tokenizer as llguidance reads it.
+    def _matcher(self, source: str, names_tokens: bool) -> Any:
+        """What llguidance makes of a grammar, with or without the names of special tokens.
 
-        It looks for special tokens in what a grammar forces. In a text they are none: a choice that
-        says "<|im_start|>" is spelled in letters. Grammars in Lark's notation can name them.
+        With them it takes a text that is such a name for the token, if the text is forced.
         """
+        library = _library()
         if names_tokens not in self._tokenizers:
             told = self._backend.to_str()
             self._tokenizers[names_tokens] = library.LLTokenizer(
@@ -89,19 +108,33 @@ class Grammars:
                 n_vocab=self._vocab_size,
                 eos_token=list(self._eos_ids),
             )
-        return self._tokenizers[names_tokens]
+        return library.LLMatcher(self._tokenizers[names_tokens], source, log_level=0)
 
 
 class GrammarState:
-    """Where one output is in its grammar."""
+    """Where one output is in its grammar.
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    Args:
+        anew: makes a matcher at the beginning of the grammar, for when this one gives up: drafts
+            and other outputs may have spent what the library allows, which plain decoding would
+            not have. From then on the output goes without drafts.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        anew: Callable[[], Any],
+    ) -> None:
         self._matcher = matcher
+        self._anew = anew
+        self._num_anew = 0
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
-        self._mask = np.empty(-(-vocab_size // 32), np.int32)  # [W]
         self._num_output = 0  # tokens of the output that the matcher has read …
         self._path: list[int] = []  # … and those of a draft behind them
+        self.lost: Lost | None = None  # of the rows that were last masked
 
     def mask_rows(
         self,
@@ -113,13 +146,25 @@ class GrammarState:
         """Rule out in float32 logits [n, V] what may not come next, in place.
 
         Row 0 follows the output, row 1 + i draft token i. Rows below a token that the grammar
-        forbids, or below an end, are left alone: no output gets there.
+        forbids, or below an end, are left alone: no output gets there. So are those from `lost`
+        on: nothing may be chosen by them.
         """
+        self.lost = None
         if not self._read(output_ids):
+            self.lost = Lost(0, "the library took back a token that it had let in")
             return
         for row, path in enumerate([[], *_paths(draft_ids, parents)]):
             if self._go(path):
-                logits[row, ~self._allowed()] = -np.inf
+                allowed = next_tokens(self._matcher, self._vocab_size)
+                if allowed is None and not path and self._begin_anew(output_ids):
+                    allowed = next_tokens(self._matcher, self._vocab_size)
+                if allowed is not None:
+                    logits[row, ~allowed] = -np.inf
+                    continue
+            elif not self._matcher.is_error():
+                continue
+            self.lost = Lost(row, why_lost(self._matcher))
+            return
 
     def lawful(
         self, output_ids: np.ndarray, draft_ids: Sequence[int], parents: Sequence[int]
@@ -127,6 +172,8 @@ class GrammarState:
         """Indices of the draft tokens that may follow the output and their ancestors."""
         if not self._read(output_ids):
             return list(range(len(draft_ids)))
+        if self._num_anew:
+            return []
         paths = _paths(draft_ids, parents)
         return [index for index, path in enumerate(paths) if self._allows(path)]
 
@@ -145,9 +192,24 @@ class GrammarState:
     def _read(self, output_ids: np.ndarray) -> bool:
         """Bring the matcher to the end of the output; False where that has left the grammar."""
         self._go([])
+        self._take(output_ids)
+        if self._matcher.is_error():
+            self._begin_anew(output_ids)
+        return self._num_output == len(output_ids) or self._matcher.is_error()
+
+    def _begin_anew(self, output_ids: np.ndarray) -> bool:
+        if self._num_anew == NUM_ANEW:
+            return False
+        self._num_anew += 1
+        with suppress(SamplingError):
+            self._matcher, self._num_output, self._path = self._anew(), 0, []
+            self._take(output_ids)
+            return True
+        return False
+
+    def _take(self, output_ids: np.ndarray) -> None:
         new = output_ids[self._num_output :].tolist()
         self._num_output += self._matcher.try_consume_tokens(new) if new else 0
-        return self._num_output == len(output_ids)
 
     def _go(self, path: list[int]) -> bool:
         """Move from the last path to this one; False where the grammar does not let it."""
@@ -165,16 +227,20 @@ class GrammarState:
         self._path = path[: known + read]
         return len(self._path) == len(path)
 
-    def _allowed(self) -> np.ndarray:
-        """Tokens that may come next, bool [V]."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
-        allowed = bits[: self._vocab_size].view(np.bool_)
-        if self._matcher.is_error() or not allowed.any():  # a limit of the library was reached
-            reason = self._matcher.get_error() or self._matcher.stop_reason()
-            logger.warning("a grammar was given up: %s", reason.splitlines()[0])
-            allowed[list(self._eos_ids)] = True
-        return allowed
+
+def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray | None:
+    """Tokens that may come next, bool [V]; None where the library cannot tell, or there is none."""
+    mask = np.empty(-(-vocab_size // 32), np.int32)  # [W]
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].view(np.bool_)
+    return None if matcher.is_error() or not allowed.any() else allowed
+
+
+def why_lost(matcher: Any) -> str:
+    """What the library says, without the state of the matcher and the grammar that it quotes."""
+    lines = matcher.get_error().split("\n<state>")[0].splitlines()
+    reason = " ".join(line for line in lines if not line.startswith(" "))
+    return reason if reason not in NONE_FITS else "no token of the model fits"
 
 
 def _paths(draft_ids: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
@@ -207,20 +273,20 @@ def _without_names(tokenizer: str) -> str:
     return json.dumps(told, ensure_ascii=False)
 
 
-def _source(library: Any, structured_outputs: Mapping[str, Any]) -> str:
-    """The grammar as llguidance reads it."""
+def _grammar(library: Any, structured_outputs: Mapping[str, Any]) -> Grammar:
     [(kind, value)] = structured_outputs.items()
     make = library.LLMatcher
     if kind == "json_object":
         kind, value = "json", {"type": "object"}
     if kind == "json":
         schema = value if isinstance(value, str) else json.dumps(value)
-        return make.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+        return Grammar(make.grammar_from_json_schema(schema, defaults=JSON_OPTIONS), False)
     if kind == "regex":
-        return make.grammar_from_regex(value)
+        return Grammar(make.grammar_from_regex(value), False)
     if kind == "choice":
-        value = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-    return make.grammar_from_lark(value)
+        told = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        return Grammar(make.grammar_from_lark(told), False)
+    return Grammar(make.grammar_from_lark(value), True)
 
 
 def _library() -> Any:

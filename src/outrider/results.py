@@ -19,8 +19,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None while running
-    stop_reason: int | str | None = None  # the stop id or stop string met; None for EOS
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while running
+    stop_reason: int | str | None = None  # the stop id or string met, None for EOS; or the error
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None  # one entry per token
     token_sources: list[str] = field(default_factory=list)  # who drafted each token; "target"

@@ -85,16 +85,18 @@ def _config(given: str) -> "tuple[dict[str, Any], LoadedDrafter | None]":
     from outrider.cli.options import parse_speculative_config
     from outrider.training.run import drafter_at
 
-    if not given.lstrip().startswith(("{", "[")):
+    is_json = given.lstrip().startswith(("{", "["))
+    if not is_json and Path(given).exists():
         path = drafter_at(Path(given))
         loaded = load_drafter(path)
         return {"method": loaded.drafter.config.algorithm, "model": str(path)}, loaded
-    config = parse_speculative_config(given)
+    config = parse_speculative_config(given) if is_json else None
     if isinstance(config, list) and len(config) == 1:
         [config] = config
     if not isinstance(config, dict):
         raise ConfigError(
-            f"DRAFTER must be a run, a drafter or the JSON of one source, got {given!r:.80}"
+            "DRAFTER must be the directory of a run or a drafter, or the JSON of one source, as "
+            f'{{"method": "dspark"}}, got {given!r:.80}'
         )
     return config, None
 

@@ -359,6 +359,8 @@ class Engine:
         request, outcome = proposal.work.request, proposal.outcome
         proposal.accepted_ids = new.token_ids
         taken = request.output.extend(new.token_ids)
+        if new.error is not None:
+            request.output.finish("error", new.error)
         drafted = min(taken, len(new.accepted))
         token_ids = new.token_ids[:taken]
         sources = [outcome.draft.source_of(i) for i in new.accepted[:drafted]]

@@ -164,9 +164,9 @@ class OutputBuilder:
         self._show(shown)
         return taken
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the output, showing what was held back, but for a character cut in two."""
-        self.finish_reason = reason
+        self.finish_reason, self.stop_reason = reason, stop_reason
         if self._stream is not None:
             rest = self._stream.finish().rstrip(REPLACEMENT)
             shown, stop = self._stops.push(rest, self._may_stop)
@@ -218,8 +218,7 @@ class OutputBuilder:
         if end_id is None:
             self.finish("length")
             return
-        self.stop_reason = None if end_id in self._eos_ids else end_id
-        self.finish("stop")
+        self.finish("stop", None if end_id in self._eos_ids else end_id)
 
     def _show(self, token_ids: list[int]) -> None:
         if self._stream is None or not token_ids:

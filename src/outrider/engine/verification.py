@@ -27,8 +27,9 @@ class NewTokens:
     """What one forward brought to one request."""
 
     accepted: list[int]  # indices of the accepted draft tokens, by depth
-    token_ids: list[int]  # their ids and the bonus token
+    token_ids: list[int]  # their ids and the bonus token, which may be a draft token itself
     logprobs: list[dict[int, Logprob]] | None = None  # one entry per token, when asked for
+    error: str | None = None  # why there are none, and will be none
 
 
 class Verifier(Protocol):
@@ -158,8 +159,14 @@ def _new_tokens(logits: torch.Tensor, group: RowGroup, verdict: Verdict) -> NewT
     accepted = verdict.accepted
     token_ids = [group.draft_ids[i] for i in accepted]
     token_ids.append(verdict.bonus_token)
+    lost = None if group.grammar is None else group.grammar.lost
+    if lost is not None:  # only what rows before it chose counts
+        token_ids = token_ids[: sum(row < lost.row for row in (0, *(1 + i for i in accepted)))]
+        accepted = accepted[: max(0, len(token_ids) - 1)]
     found = NewTokens(accepted, token_ids)
-    if group.params.logprobs is not None:
+    if lost is not None and not token_ids:
+        found.error = f"structured_outputs cannot be followed any further: {lost.why:.300}"
+    if group.params.logprobs is not None and token_ids:
         rows = [group.first_row, *(group.first_row + 1 + i for i in accepted)]
         found.logprobs = raw_logprobs(logits[rows], token_ids, group.params.logprobs)
     return found

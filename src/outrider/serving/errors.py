@@ -7,7 +7,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from outrider.errors import PromptError, PromptTooLong, SamplingError, UserError
-from outrider.serving.worker import EngineFailure, EngineGone
+from outrider.serving.worker import AnswerFailure, EngineFailure, EngineGone
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 
@@ -51,10 +51,15 @@ class ApiError(Exception):
         return {"error": told}
 
 
-def failed(error: EngineFailure) -> ApiError:
-    """What is answered when the engine lost a request, or has failed for good."""
+def failed(error: EngineFailure, fields: Mapping[str, str]) -> ApiError:
+    """What is answered when the engine lost a request, or has failed for good.
+
+    `fields` as those of `refused`, for what was found out too late to be refused.
+    """
     if isinstance(error, EngineGone):
         return out_of_order()
+    if isinstance(error, AnswerFailure):
+        return refused(SamplingError(str(error)), fields)
     return ApiError(500, str(error), code="engine_failure")
 
 

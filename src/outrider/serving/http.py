@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outrider.checks import shown
-from outrider.serving.errors import ApiError, failed, to_event, to_json
+from outrider.serving.errors import ApiError, to_event, to_json
 from outrider.serving.worker import EngineFailure, Item, Ticket
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class EventStream(Response):
         events: the events that a step becomes.
         last: those behind all steps.
         close: called at the end, however it comes.
+        why: what the client is told when the ticket fails.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class EventStream(Response):
         events: Callable[[list[Item]], bytes],
         last: Callable[[], bytes],
         close: Callable[[], None],
+        why: Callable[[EngineFailure], ApiError],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.headers["Content-Type"] = "text/event-stream; charset=utf-8"
@@ -75,6 +77,7 @@ class EventStream(Response):
         self._events = events
         self._last = last
         self._close = close
+        self._why = why
         self._sending_since = inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +98,7 @@ class EventStream(Response):
             if data := self._last():
                 await self._put(send_piece, data)
         except EngineFailure as error:  # the status has been sent: the client reads it here
-            await self._put(send_piece, to_event(failed(error).envelope))
+            await self._put(send_piece, to_event(self._why(error).envelope))
         await self._put(send, DONE, is_last=True)
 
     async def _put(self, send: Send, data: bytes, is_last: bool = False) -> None:

@@ -8,7 +8,8 @@ might change the text either does so or is an error. Ranges are checked where th
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.checks import shown, token_ids
 from outrider.errors import PromptError, SamplingError
@@ -48,10 +49,17 @@ class StreamOptions(_Part):
 class Function(_Part):
     """A function that the model may call."""
 
-    name: str
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _are_named(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if given is not None and given.get("type", "object") != "object":
+            raise PydanticCustomError("schema", 'parameters must be a schema of type "object"')
+        return given
 
 
 class Tool(_Part):
@@ -249,6 +257,16 @@ class ChatCall(Call):
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _have_names_of_their_own(cls, given: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in given or ()]
+        for name in names:
+            if names.count(name) > 1:
+                told = {"name": shown(name)}
+                raise PydanticCustomError("twice", "two functions have the name {name}", told)
+        return given
 
     @property
     def fields(self) -> dict[str, str]:

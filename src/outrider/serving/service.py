@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -257,7 +258,7 @@ class Service:
             async for items in ticket:
                 seen.take(items)
         except EngineFailure as error:
-            raise failed(error) from error
+            raise failed(error, answer.call.fields) from error
         return answer.whole(seen.ordered) | self._numbers(seen, answer)
 
     def _stream(
@@ -275,7 +276,8 @@ class Service:
             numbers = self._numbers(seen, answer)
             return to_event(answer.last(numbers)) if answer.has_last else b""
 
-        return EventStream(ticket, events, last, close)
+        why = partial(failed, fields=answer.call.fields)
+        return EventStream(ticket, events, last, close, why)
 
     def _numbers(self, seen: "_Seen", answer: Answer) -> dict[str, Any]:
         """Usage, and metrics where they are asked for; the log and the histograms learn too."""

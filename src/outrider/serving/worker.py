@@ -34,6 +34,10 @@ class EngineFailure(OutriderError):
     """A step failed and took requests with it; the message says why."""
 
 
+class AnswerFailure(EngineFailure):
+    """An answer cannot go on for what was asked of it; the message says why."""
+
+
 class EngineGone(EngineFailure):
     """The engine takes nothing any more: no requests, no questions."""
 
@@ -272,7 +276,10 @@ class Worker:
             if ticket is None:  # cancelled
                 continue
             if chunk.finish_reason == "abort":
-                self._lose([chunk.request_id], "the step that it was in failed")
+                self._lose([chunk.request_id], _failure("the step that it was in failed"))
+                continue
+            if chunk.finish_reason == "error":
+                self._lose([chunk.request_id], AnswerFailure(str(chunk.stop_reason)))
                 continue
             if chunk.result is not None:
                 del self._owners[chunk.request_id]
@@ -285,14 +292,14 @@ class Worker:
         affected = {request.group.request_id for request in self._engine.scheduler.running}
         if not affected and self._failures >= PATIENCE:
             affected = set(self._owners)
-        self._lose(list(affected), f"{type(error).__name__}: {error}")
+        self._lose(list(affected), _failure(f"{type(error).__name__}: {error}"))
         self._abort(list(affected))
 
-    def _lose(self, names: Iterable[str], why: str) -> None:
+    def _lose(self, names: Iterable[str], error: EngineFailure) -> None:
         lost = {self._owners[name][0] for name in names if name in self._owners}
         for ticket in lost:
             self._cancel(ticket)
-            self._tell(ticket.fail, _failure(why))
+            self._tell(ticket.fail, error)
 
     def _give_up(self) -> None:
         self.is_broken = True
