@@ -12,7 +12,8 @@ from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 import pytest
-from serving_cases import COMPLETIONS, make_llm
+from fakes import FakeTarget
+from serving_cases import COMPLETIONS, VOCAB, make_llm
 
 from outrider.errors import ConfigError
 from outrider.serving.server import SIGNALS, serve
@@ -92,6 +93,40 @@ def test_calls_end_before_the_server_does(number):
 
     with beside(work) as port:
         serve(make_llm(), Settings(), "127.0.0.1", port)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_second_signal_ends_the_server_in_order(is_asked, capsys):
+    def work(ask: Ask) -> None:
+        if not is_asked:
+            end_twice()
+            return
+        with ask(COMPLETIONS, LONG | {"max_tokens": 4000, "stream": True}) as answer:
+            answer.readline()
+            end_twice()
+            *_, last, end = answer.read().split(b"\n\n")[:-1]
+        assert b"shut down before this answer was complete" in last and end == b"data: [DONE]"
+
+    with beside(work) as port:
+        target = FakeTarget(VOCAB, max_model_len=4096)
+        target.forward = slowly(target.forward)
+        serve(make_llm(target=target), Settings(), "127.0.0.1", port)
+    logs = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert {log["level"] for log in logs} == {"info"}, logs
+
+
+def end_twice() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.03)  # signals that nobody has seen yet are one; uvicorn looks every 0.1 s
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def slowly(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(batch: Any) -> Any:
+        time.sleep(0.005)
+        return forward(batch)
+
+    return call
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="a signal of Unix")

@@ -1,9 +1,11 @@
 """Runs the app under uvicorn, until a signal: the first drains, the second ends at once."""
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
+from socket import socket
 from types import FrameType
 
 import uvicorn
@@ -17,6 +19,8 @@ from outrider.serving.service import Service, Settings
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)  # where there is one
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([] if HANGUP is None else [HANGUP]))
+
+FAREWELL_SECONDS = 1  # for the last words of calls that are cut off
 
 
 def serve(
@@ -72,6 +76,17 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """As uvicorn's own, but what has to end at once is told so and ends in order."""
+        await super().shutdown(sockets)
+        if self.force_exit and not self.lifespan.shutdown_event.is_set():
+            calls = set(self.server_state.tasks)
+            for call in calls:
+                call.cancel()
+            if calls:
+                await asyncio.wait(calls, timeout=FAREWELL_SECONDS)
+            await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
