@@ -217,10 +217,11 @@ class Service:
         with ExitStack() as stack:
             stack.enter_context(self.limits.slot(owner, num_prompts * call.num_choices))
             # Tokenising a long prompt takes longer than others should wait for a token.
-            submissions = await asyncio.to_thread(
-                _read, lambda: self._submissions(answer, params, terms), call
-            )
-            ticket = self.worker.submit(submissions, terms)
+            with self.worker.reading():
+                submissions = await asyncio.to_thread(
+                    _read, lambda: self._submissions(answer, params, terms), call
+                )
+                ticket = self.worker.submit(submissions, terms)
             stack.callback(self.worker.cancel, ticket)
             record = request.state.record
             if call.stream:

@@ -8,12 +8,13 @@ same, whoever waits for it is told, and so is whoever comes later.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from math import inf
+from queue import SimpleQueue
 from threading import Lock, Thread
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from outrider.engine.engine import Engine
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 Reply: TypeAlias = tuple[Any, Exception | None]  # to a question: what it found, or why not
 
+GATHER_SECONDS = 0.02  # that an idle engine waits at most for calls that are being read …
+GLANCE_SECONDS = 0.0005  # … looking whether there are any
 PATIENCE = 3  # steps in a row that may fail for a source's sake before requests do
 
 
@@ -115,6 +118,7 @@ class Worker:
         self._owners: dict[str, tuple[Ticket, int]] = {}  # engine's request id -> whose it is
         self._ids = itertools.count()
         self._failures = 0  # steps in a row
+        self._num_read = 0  # calls; changed by the event loop alone
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._door = Lock()  # held to put something into the inbox, and to close it for good
@@ -134,6 +138,15 @@ class Worker:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self.is_broken
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a call is read that will most likely be submitted."""
+        self._num_read += 1
+        try:
+            yield
+        finally:
+            self._num_read -= 1
 
     def submit(self, submissions: Sequence[Submission], terms: Terms) -> Ticket:
         """Queue prompts that `Engine.check` has passed."""
@@ -194,17 +207,21 @@ class Worker:
                 _guarded(command)
 
     def _obey(self) -> bool:
-        """Carry out what was asked since the last step, waiting when there is no other work."""
-        wait = not self._engine.has_work or self.is_broken
-        while True:
-            try:
-                command = self._inbox.get(block=wait)
-            except Empty:
-                return True
+        """Carry out what was asked since the last step, waiting when there is no other work.
+
+        Calls that come together begin together: in a first step of many prompts they take less
+        time than one behind the other.
+        """
+        first = [] if self._engine.has_work and not self.is_broken else [self._inbox.get()]
+        end = perf_counter() + GATHER_SECONDS
+        while first and self._num_read and perf_counter() < end:
+            sleep(GLANCE_SECONDS)
+        while first or not self._inbox.empty():
+            command = first.pop() if first else self._inbox.get()
             if command is None:
                 return False
             _guarded(command)
-            wait = False
+        return True
 
     def _answer(self, answer: "asyncio.Future[Reply]", question: Callable[[], Any]) -> None:
         reply: Reply = (None, EngineGone())
