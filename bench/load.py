@@ -7,12 +7,12 @@ server; what came is taken apart when all is over. Times are seconds of `time.pe
 import asyncio
 import json
 import re
+import select
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Any
@@ -176,18 +176,22 @@ def call_together(port: int, path: str, bodies: Sequence[Any]) -> list[Reply]:
     replies: list[Reply] = []
     for connection, body in zip(sockets, bodies, strict=True):
         connection.sendall(_request(path, body, "POST"))
-        connection.setblocking(False)
         replies.append(Reply(perf_counter()))
-    waiting = dict(zip(sockets, replies, strict=True))
+    news = select.poll()
+    waiting = {}
+    for connection, reply in zip(sockets, replies, strict=True):
+        news.register(connection, select.POLLIN)
+        waiting[connection.fileno()] = connection, reply
     while waiting:
         sleep(LOOK_SECONDS)
-        for connection, reply in list(waiting.items()):
-            with suppress(BlockingIOError):
-                if piece := connection.recv(1 << 16):
-                    reply.pieces.append((perf_counter(), piece))
-                else:
-                    connection.close()
-                    del waiting[connection]
+        for number, _ in news.poll(0):
+            connection, reply = waiting[number]
+            if piece := connection.recv(1 << 16):
+                reply.pieces.append((perf_counter(), piece))
+            else:
+                news.unregister(connection)
+                connection.close()
+                del waiting[number]
     return replies
 
 
