@@ -362,6 +362,40 @@ def test_what_is_called_beside_the_steps_cannot_end_them():
     assert asyncio.run(asyncio.wait_for(call(), 20)) == (True, asked_plainly())
 
 
+def test_an_idle_engine_waits_for_calls_that_are_being_read_but_not_for_long():
+    llm = make_llm()
+    rows: list[int] = []
+    forward = llm.engine.target.forward
+
+    def counted(batch):
+        rows.append(len(batch.row_starts) - 1)
+        return forward(batch)
+
+    llm.engine.target.forward = counted
+
+    async def text_of(ticket) -> str:
+        return "".join([i.chunk.text async for items in ticket for i in items])
+
+    async def call():
+        worker = Worker(llm.engine)
+        worker.start()
+        prompt = llm.prompts.read_prompt("the cat", plain_params())
+        with worker.reading():
+            first = worker.submit([prompt], Terms())
+            await asyncio.sleep(0.003)
+            second = worker.submit([prompt], Terms())
+        found = [await text_of(first), await text_of(second)]
+        together = rows[0]
+        with worker.reading():  # as long as it likes
+            found.append(await text_of(worker.submit([prompt], Terms())))
+        worker.stop()
+        return together, found
+
+    together, found = asyncio.run(asyncio.wait_for(call(), 20))
+    assert found == [asked_plainly()] * 3
+    assert together == 2 and rows[-1] == 1
+
+
 def test_calls_side_by_side_each_get_their_own_text():
     llm = make_llm(max_num_seqs=4)
     app = create_app(llm, Settings(max_waiting=100))

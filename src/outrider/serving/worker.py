@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from math import inf
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter, sleep
