@@ -221,7 +221,7 @@ class Service:
                 submissions = await asyncio.to_thread(
                     _read, lambda: self._submissions(answer, params, terms), call
                 )
-                ticket = self.worker.submit(submissions, terms)
+            ticket = self.worker.submit(submissions, terms)
             stack.callback(self.worker.cancel, ticket)
             record = request.state.record
             if call.stream:
