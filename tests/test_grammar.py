@@ -14,6 +14,7 @@ import outrider.grammar
 from outrider import LLM, Draft, SamplingError, SamplingParams
 from outrider.drafting.forced import ForcedSource
 from outrider.grammar import Grammars
+from outrider.target.load import load_model
 from outrider.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -35,6 +36,17 @@ GRAMMARS = {
     "regex": {"regex": "[a-c]{2,9}(one|two)[0-9]"},
     "choice": {"choice": ["yes", "no", 'per"haps']},
     "lark": {"grammar": 'start: "the" /[xyz]{1,4}/ ";"'},
+}
+DOCUMENTS = [  # with blanks at other places, and strings where others have objects
+    '{"u": "This is", "v": {"c1": [1, 2.5, {"d": null}], "e": "f g"}}',
+    '{"u":{"c":"This","d":{"a":[true,"x y"]}},"w":"end"}',
+    '{ "name" : "John", "address" : { "street" : "Main 12", "zip" : 12345 } }',
+    '{"tags": ["a", "b c"], "n": -1e5, "o": {}, "p": {"q": {"r": "s"}}}',
+]
+PEOPLE = {
+    "type": "object",
+    "properties": {"u": {"type": ["string", "object"]}, "name": {"type": "string"}},
+    "additionalProperties": True,
 }
 TOKENIZER = Tokenizer.from_transformers(toy_tokenizer())
 
@@ -125,6 +137,49 @@ def test_a_mask_is_that_of_a_row_s_own_ancestors():
     again = np.zeros((2, 96), np.float32)
     state.mask_rows(again, np.array([c], np.int32), [d], [])
     assert [set(np.flatnonzero(row == 0).tolist()) for row in again] == [{d}, {EOS}]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("grammar", [{"json_object": True}, {"json": PEOPLE}], ids=["any", "one"])
+def test_a_mask_does_not_know_where_drafts_have_been(grammar):
+    tokenizer = load_model().tokenizer
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [EOS])
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in DOCUMENTS]
+    draw = np.random.default_rng(0)
+    num_behind_drafts = 0
+
+    def masks(state, output_ids, draft_ids, parents):
+        logits = np.zeros((1 + len(draft_ids), tokenizer.vocab_size), np.float32)
+        state.mask_rows(logits, np.array(output_ids, np.int32), draft_ids, parents)
+        assert state.lost is None
+        return np.isneginf(logits)
+
+    for text in [*texts] * 3:
+        state = grammars.follow(grammar)
+        for end in range(len(text)):
+            if draw.random() < 0.5:
+                continue  # accepted with the token before
+            output_ids = text[:end]
+            other = texts[draw.integers(len(texts))]
+            known = [i for i, one in enumerate(other) if text[max(0, end - 1)] == one] or [0]
+            other = other[draw.choice(known) + 1 :]
+            chains = [text[end : end + draw.integers(4)], other[: draw.integers(5)]]
+            if draw.random() < 0.3:
+                chains.reverse()
+            paths = [chain[: 1 + i] for chain in chains for i in range(len(chain))]
+            parents = [at - 1 if len(path) > 1 else -1 for at, path in enumerate(paths)]
+            draft_ids = [path[-1] for path in paths]
+            lawful = grammars.follow(grammar).lawful(np.array(output_ids), draft_ids, parents)
+            if draw.random() < 0.5:
+                assert state.lawful(np.array(output_ids), draft_ids, parents) == lawful
+            found = masks(state, output_ids, draft_ids, parents)
+            for row in (0, *(1 + index for index in lawful)):
+                path = paths[row - 1] if row else []
+                [alone] = masks(grammars.follow(grammar), [*output_ids, *path], [], [])
+                assert np.array_equal(found[row], alone), tokenizer.decode([*output_ids, *path])
+                num_behind_drafts += row > 0
+    assert num_behind_drafts > 100
 
 
 def test_a_text_goes_on_after_preemption_where_its_grammar_was():

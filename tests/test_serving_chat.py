@@ -270,6 +270,10 @@ def test_formats_that_cannot_be_followed_are_refused():
         *({"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, {}),
         *({"type": "json_object", "more": 1}, {"type": "grammar"}),
         {"type": "json_schema", "json_schema": {"schema": SCHEMA, "what": 1}},
+        *(
+            {"type": "json_schema", "json_schema": {"schema": SCHEMA, name: value}}
+            for name, value in {"strict": "yes", "name": 5, "description": []}.items()
+        ),
     ]
     with toy_server() as client:
         for form in forms:

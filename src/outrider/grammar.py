@@ -132,8 +132,9 @@ class GrammarState:
         self._num_anew = 0
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
-        self._num_output = 0  # tokens of the output that the matcher has read …
-        self._path: list[int] = []  # … and those of a draft behind them
+        self._num_output = 0  # tokens of the output that the matcher has read
+        self._branch: Any = None  # a copy of it that has read a draft too, as far as …
+        self._path: list[int] = []  # … this
         self.lost: Lost | None = None  # of the rows that were last masked
 
     def mask_rows(
@@ -154,16 +155,18 @@ class GrammarState:
             self.lost = Lost(0, "the library took back a token that it had let in")
             return
         for row, path in enumerate([[], *_paths(draft_ids, parents)]):
-            if self._go(path):
-                allowed = next_tokens(self._matcher, self._vocab_size)
+            matcher, is_there = self._follow(path)
+            if is_there:
+                allowed = next_tokens(matcher, self._vocab_size)
                 if allowed is None and not path and self._begin_anew(output_ids):
-                    allowed = next_tokens(self._matcher, self._vocab_size)
+                    matcher = self._matcher
+                    allowed = next_tokens(matcher, self._vocab_size)
                 if allowed is not None:
                     logits[row, ~allowed] = -np.inf
                     continue
-            elif not self._matcher.is_error():
+            elif not matcher.is_error():
                 continue
-            self.lost = Lost(row, why_lost(self._matcher))
+            self.lost = Lost(row, why_lost(matcher))
             return
 
     def lawful(
@@ -180,8 +183,9 @@ class GrammarState:
     def _allows(self, path: list[int]) -> bool:
         *before, last = path
         if last in self._eos_ids:
-            return self._go(before) and self._matcher.is_accepting()
-        return self._go(path)
+            matcher, is_there = self._follow(before)
+            return is_there and matcher.is_accepting()
+        return self._follow(path)[1]
 
     def forced(self, output_ids: np.ndarray, most: int) -> list[int]:
         """Tokens that the grammar leaves no choice about after the output, at most so many."""
@@ -191,7 +195,7 @@ class GrammarState:
 
     def _read(self, output_ids: np.ndarray) -> bool:
         """Bring the matcher to the end of the output; False where that has left the grammar."""
-        self._go([])
+        self._branch = None
         self._take(output_ids)
         if self._matcher.is_error():
             self._begin_anew(output_ids)
@@ -202,7 +206,7 @@ class GrammarState:
             return False
         self._num_anew += 1
         with suppress(SamplingError):
-            self._matcher, self._num_output, self._path = self._anew(), 0, []
+            self._matcher, self._num_output = self._anew(), 0
             self._take(output_ids)
             return True
         return False
@@ -211,21 +215,23 @@ class GrammarState:
         new = output_ids[self._num_output :].tolist()
         self._num_output += self._matcher.try_consume_tokens(new) if new else 0
 
-    def _go(self, path: list[int]) -> bool:
-        """Move from the last path to this one; False where the grammar does not let it."""
-        known = 0
-        for old, new in zip(self._path, path, strict=False):
-            if old != new:
-                break
-            known += 1
-        if len(self._path) > known:
-            self._matcher.rollback(len(self._path) - known)
+    def _follow(self, path: list[int]) -> tuple[Any, bool]:
+        """A matcher behind the output and this path, and whether the grammar lets it get there.
+
+        Matchers go forward only: behind a rollback llguidance (1.5.1 to 1.9.1) may tell the mask of
+        a place where the matcher has been before.
+        """
+        if not path:
+            return self._matcher, True
+        if self._branch is None or path[: len(self._path)] != self._path:
+            self._branch, self._path = self._matcher.deep_copy(), []
+        known = len(self._path)
         rest = path[known:]
         if any(token in self._eos_ids or not 0 <= token < self._vocab_size for token in rest):
-            rest = []
-        read = self._matcher.try_consume_tokens(rest) if rest else 0
+            return self._branch, False
+        read = self._branch.try_consume_tokens(rest) if rest else 0
         self._path = path[: known + read]
-        return len(self._path) == len(path)
+        return self._branch, len(self._path) == len(path)
 
 
 def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray | None:

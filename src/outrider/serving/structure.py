@@ -16,6 +16,7 @@ from outrider.serving.errors import ApiError
 from outrider.serving.parsers import CALL, END_CALL, END_THINK, THINK
 
 OBJECT = {"type": "object"}
+ABOUT_SCHEMA = {"name": str, "description": str, "strict": bool}
 NO_PARAMETERS = OBJECT | {"additionalProperties": False}
 BLANK = r"[ \n]"
 # What ends a regex in Lark's notation, unless it is escaped, as it may be already; a backslash at
@@ -45,7 +46,15 @@ def structured_outputs(
         return {"json_object": True}
     if kind == "json_schema" and isinstance(told, Mapping):
         schema = told.get("schema")
-        if isinstance(schema, Mapping) and set(told) <= {"name", "description", "schema", "strict"}:
+        for name, kind_of in ABOUT_SCHEMA.items():
+            if not isinstance(told.get(name), kind_of | None):
+                raise ApiError(
+                    400,
+                    f"response_format.json_schema.{name} must be of the type {kind_of.__name__}, "
+                    f"got {shown(told[name])}",
+                    param="response_format",
+                )
+        if isinstance(schema, Mapping) and set(told) <= {"schema", *ABOUT_SCHEMA}:
             return {"json": schema}
     raise ApiError(
         400,
