@@ -234,3 +234,20 @@ def test_a_text_of_one_token_is_no_trouble(kind: str) -> None:
     talk.grow("a", 1)
     [draft] = talk.propose({"a": 3})
     check(talk, ["a"], [draft])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beside_a_float16_target_on_a_cpu_drafters_compute_in_float32(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neural, "input_projection", lambda _, dtype: dtypes.append(dtype))
+    monkeypatch.setattr(FakeTarget, "__init__", half)
+    dtypes: list[torch.dtype] = []
+    talk = Conversation(toy_drafter(kind, V))
+    assert {parameter.dtype for parameter in talk.drafter.parameters()} == {torch.float32}
+    assert dtypes == [torch.float32]
+
+
+def half(self: FakeTarget, vocab_size: int, init: Any = FakeTarget.__init__) -> None:
+    init(self, vocab_size)
+    self.dtype = torch.float16

@@ -1,5 +1,6 @@
 """What a user may write into sampling parameters, and what one sentence refuses."""
 
+import math
 import sys
 from types import MappingProxyType
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import make_engine
+from fakes import ALPHABET, FakeTarget, make_engine
 
+from outrider import LLM
 from outrider.errors import SamplingError
 from outrider.sampling_params import BOOLEANS, INTEGERS, NUMBERS, TOKEN_IDS, SamplingParams
 
@@ -99,3 +101,27 @@ def test_ids_beyond_the_vocabulary_are_refused_at_submission(name: str) -> None:
         with pytest.raises(SamplingError, match=f"{name} holds token id"):
             engine.add_request("r", [1], made(**{name: [1, token]}))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", 0), ("n", -1), ("temperature", math.nan), ("max_tokens", "many"), ("stop", [""]),
+     ("logit_bias", {1: 900}), ("structured_outputs", {"xml": "a"})],
+)  # fmt: skip
+def test_what_a_field_is_set_to_later_is_refused_at_submission(name: str, value: object) -> None:
+    llm = LLM(target=FakeTarget(24), tokenizer=None, kv_cache_tokens=256)
+    params = SamplingParams(max_tokens=3)
+    setattr(params, name, value)
+    with pytest.raises(SamplingError, match=name):
+        llm.generate({"prompt_token_ids": [3]}, params)
+    assert not llm.engine.has_work
+
+
+def test_what_a_field_is_set_to_later_is_obeyed() -> None:
+    llm = LLM(target=FakeTarget(len(ALPHABET.pieces)), tokenizer=ALPHABET, kv_cache_tokens=256)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    [plain] = llm.generate("the", params)[0].outputs
+    params.stop = plain.text[5]
+    params.n = 2
+    for output in llm.generate("the", params)[0].outputs:
+        assert output.text == plain.text[: plain.text.index(plain.text[5])]

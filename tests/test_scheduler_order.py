@@ -205,3 +205,21 @@ def test_removing_from_the_middle_of_the_queue():
     assert names(scheduler.waiting) == ["r2", "r6", "r8", "r1", "r5"]
     assert sorted(admitted(scheduler)) == ["r1", "r2", "r5", "r6", "r8"]
     assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_idle_time_is_no_step_time(tokens):
+    clock = Service()
+    scheduler = make_scheduler(max_requests=1, clock=clock)
+    for index in range(5):
+        request = make_request(str(index), 10, arrival=clock.now)
+        scheduler.add(request)
+        for _ in range(tokens):
+            step(scheduler)
+            clock.now += 0.01
+        scheduler.remove(request)
+        clock.now += 3600.0
+    assert scheduler.pace.row_seconds <= 0.0011
+    assert scheduler.pace.token_seconds <= 0.011
+    late = make_request("late", 10, arrival=clock.now, deadline=30.0)
+    assert not scheduler.pace.is_late(late, clock.now)

@@ -154,6 +154,23 @@ def test_the_wait_that_is_told_is_half_a_call_when_all_seats_are_taken():
     assert waits == [15, 15]
 
 
+def test_clients_that_hang_up_do_not_make_calls_look_short():
+    app = create_app(make_llm(), Settings())
+    with loop_with(app) as runner:
+
+        async def hang_up() -> None:
+            caller = Caller(app, COMPLETIONS, {"prompt": "the", "max_tokens": 900, "stream": True})
+            await caller.arrived.wait()
+            caller.gone.set()
+            await caller.task
+
+        before = service_of(app).limits._seconds
+        for _ in range(5):
+            runner.run(hang_up())
+        assert service_of(app).limits._seconds == before
+        assert service_of(app).limits.num_choices == 0
+
+
 def logged(caplog) -> list[dict]:
     lines = [JSONLines().format(record) for record in caplog.records]
     return [line for line in map(json.loads, lines) if line["event"] == "call"]
@@ -268,6 +285,22 @@ def test_a_trace_is_json_with_a_slice_per_phase(tmp_path):
         assert after["ts"] >= end - 1.0
     for event in found:
         assert event["ph"] in ("X", "C", "M")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_ends_the_trace_and_nothing_else():
+    with serving(trace=Path("/dev/full")) as client:
+        for _ in range(3):
+            asked(client, COMPLETIONS, prompt="the cat", **GREEDY)
+
+
+def test_the_policy_knows_no_queries():
+    with serving() as client:
+        before = client.get("/policy").json()
+        for method, path in (("put", ""), ("post", "/back"), ("post", "/explain"), ("get", "")):
+            response = client.request(method, f"/policy{path}?dry_run=true", content=b"{}")
+            assert "dry_run" in refusal(response)["message"]
+        assert client.get("/policy").json() == before
 
 
 def test_the_policy_is_read_replaced_and_called_back():

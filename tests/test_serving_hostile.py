@@ -62,6 +62,7 @@ FIELDS = {
 }
 # Of the right type and all the same impossible.
 IMPOSSIBLE = [
+    {"logit_bias": {"028": 5, "28": -5}}, {"logit_bias": {"1": 1e400}},
     {"n": 0}, {"n": -1}, {"n": 1025}, {"max_tokens": 0}, {"max_tokens": -5}, {"seed": 2**64},
     {"temperature": -0.1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": 2},
     {"presence_penalty": 3}, {"repetition_penalty": 0}, {"min_tokens": 30, "max_tokens": 20},
@@ -115,6 +116,7 @@ NAMED = [
     ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages"),
     ({"prediction": {"type": "content", "content": "\ud800"}}, "prediction"),
+    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
 ]  # fmt: skip
 PROMPTS = [
     None, "", [], 5, {}, True, [""], [[]], ["the", 5], [[1], "the", []], [1, 2.5], [-1], [96],

@@ -23,6 +23,7 @@ from serving_cases import (
 )
 
 from outrider import Draft, DraftSource, SamplingParams
+from outrider.engine.output import OutputBuilder
 from outrider.serving.app import create_app, service_of
 from outrider.serving.service import Settings
 from outrider.serving.worker import EngineGone, Worker
@@ -102,6 +103,47 @@ def test_a_request_that_cannot_be_submitted_says_so(monkeypatch, stream):
         told = (events(response.text)[-1] if stream else response.json())["error"]
         assert told["code"] == "engine_failure" and "MemoryError: no room" in told["message"]
         assert asked(client, COMPLETIONS, **LONG)["usage"]["completion_tokens"] == 200
+
+
+@pytest.mark.parametrize(("n", "stream"), [(1, False), (2, False), (1, True)])
+def test_a_fault_while_an_ended_answer_is_told_is_a_500(monkeypatch, n, stream):
+    llm = make_llm()
+    emit, faults = llm.engine._emit, iter([MemoryError("no room")])
+
+    def fail(request, *given: Any) -> None:
+        if request.output.finish_reason == "length" and (fault := next(faults, None)):
+            raise fault
+        emit(request, *given)
+
+    monkeypatch.setattr(llm.engine, "_emit", fail)
+    with serving(llm) as client:
+        body = {**GREEDY, "prompt": "the cat", "n": n, "stream": stream}
+        response = client.post(COMPLETIONS, json=body)
+        assert response.status_code == (200 if stream else 500)
+        told = (events(response.text)[-1] if stream else response.json())["error"]
+        assert told["code"] == "engine_failure"
+        assert not llm.engine._groups and not llm.engine._names
+        assert asked(client, COMPLETIONS, **LONG)["usage"]["completion_tokens"] == 200
+
+
+def test_a_text_that_cannot_be_ended_takes_nobody_with_it(monkeypatch):
+    llm = make_llm()
+    finish = OutputBuilder.finish
+
+    def fail(self, reason: str, *more: Any) -> None:
+        self.finish_reason = reason
+        if reason == "abort":
+            raise MemoryError("no room")
+        finish(self, reason, *more)
+
+    monkeypatch.setattr(OutputBuilder, "finish", fail)
+    llm.engine.add_request("a", [1, 2], SamplingParams(max_tokens=9))
+    llm.engine.add_request("b", [1, 2], SamplingParams(max_tokens=9))
+    llm.engine.step()
+    llm.engine.abort("a", "b")
+    assert {chunk.finish_reason for chunk in llm.engine.step()} == {"abort"}
+    assert not llm.engine.has_work and not llm.engine._groups
+    llm.engine.check_integrity()
 
 
 def test_only_the_requests_of_the_failed_step_fail():

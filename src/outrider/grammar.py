@@ -7,8 +7,9 @@ plain decoding would be allowed to say.
 Shape legend: n rows of one request, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Lock
@@ -16,12 +17,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.checks import shown
 from outrider.errors import MissingDependency, SamplingError
+from outrider.grammar_trial import Dictionary, Trial
 
 KEPT = 64  # compiled grammars
-NUM_ANEW = 3  # times that one output may have its grammar compiled anew
+NUM_ANEW = 3  # times that one output may have its grammar compiled anew …
+ANEW_SECONDS = 0.3  # … between two steps of everybody's, if that takes no longer
 # Models that have nothing to say write blanks for ever where a grammar lets them.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+# llguidance holds them as float64, and bounds of integers as int64, which it cuts them to.
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+LARGEST_BOUND = 2**62
+NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+DATA = ("const", "enum", "default", "examples")
+TRIAL = Trial()
 NONE_FITS = ("", "NoExtension", "NoExtensionBias")  # how llguidance says so
 
 
@@ -30,6 +40,13 @@ class Grammar(NamedTuple):
 
     source: str
     may_name_tokens: bool  # as <|im_end|>, outside of its texts
+
+
+class Compiled(NamedTuple):
+    """A grammar at its beginning, to be copied."""
+
+    matcher: Any
+    is_slow: bool  # to compile
 
 
 class Lost(NamedTuple):
@@ -51,9 +68,10 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._backend: Any = getattr(tokenizer, "backend", None)
         self._vocab_size = vocab_size
-        self._eos_ids = tuple(eos_token_ids)
-        self._tokenizers: dict[bool, Any] = {}  # by whether a grammar can name special tokens
-        self._known: dict[Grammar, Any] = {}  # matchers at their beginning
+        self._eos_ids = frozenset(eos_token_ids)
+        self._tokenizers: dict[bool, tuple[Any, Dictionary]] = {}  # by whether it names tokens
+        self._known: dict[Grammar, Compiled] = {}
+        self._refused: dict[Grammar, str] = {}  # why
         self._lock = Lock()  # submissions are checked in several threads
 
     def follow(self, structured_outputs: Mapping[str, Any]) -> "GrammarState":
@@ -71,44 +89,72 @@ class Grammars:
             )
         try:
             grammar = _grammar(library, structured_outputs)
+        except SamplingError:
+            raise
         except (TypeError, ValueError, RecursionError) as error:
             raise SamplingError(f"structured_outputs: {error}") from error
         with self._lock:
-            matcher = self._known.get(grammar) or self._compile(grammar)
-            return GrammarState(
-                matcher.deep_copy(), self._vocab_size, self._eos_ids, partial(self._anew, grammar)
-            )
+            if (found := self._known.pop(grammar, None)) is not None:
+                self._known[grammar] = found  # the last one to go
+            if (why := self._refused.get(grammar)) is not None:
+                raise SamplingError(why)
+        if found is None:
+            found = self._compile(grammar)
+        return GrammarState(
+            found.matcher.deep_copy(), self._vocab_size, self._eos_ids, partial(self._anew, grammar)
+        )
 
     def _anew(self, grammar: Grammar) -> Any:
-        """A matcher that can do what a new one can: copies share what the library lets them do."""
+        """A matcher that can do what a new one can: copies share what the library lets them do.
+
+        Raises:
+            SamplingError: it takes too long. The next submission has a new one.
+        """
         with self._lock:
-            return self._compile(grammar).deep_copy()
+            known = self._known.pop(grammar, None)
+        if known is None or known.is_slow:
+            raise SamplingError("structured_outputs takes too long to be compiled anew")
+        return self._compile(grammar, seconds=0.0).matcher.deep_copy()
 
-    def _compile(self, grammar: Grammar) -> Any:
-        matcher = self._matcher(grammar.source, False)
-        if matcher.is_error() and grammar.may_name_tokens:
-            matcher = self._matcher(grammar.source, True)
-        if matcher.is_error() or next_tokens(matcher, self._vocab_size) is None:
-            raise SamplingError(f"structured_outputs cannot be followed: {why_lost(matcher):.300}")
-        if len(self._known) >= KEPT:
-            self._known.pop(next(iter(self._known)))
-        self._known[grammar] = matcher
-        return matcher
+    def _compile(self, grammar: Grammar, seconds: float | None = None) -> Compiled:
+        """`seconds`: what it takes, where that is known; else it is tried elsewhere first."""
+        try:
+            matcher, took = self._matcher(grammar, False, seconds)
+            if matcher.is_error() and grammar.may_name_tokens:
+                matcher, took = self._matcher(grammar, True, seconds)
+            if matcher.is_error() or next_tokens(matcher, self._vocab_size) is None:
+                raise SamplingError(why_lost(matcher))
+        except SamplingError as error:
+            why = f"structured_outputs cannot be followed: {error!s:.300}"
+            with self._lock:
+                _keep(self._refused, grammar, why)
+            raise SamplingError(why) from None
+        found = Compiled(matcher, took > ANEW_SECONDS)
+        with self._lock:
+            _keep(self._known, grammar, found)
+        return found
 
-    def _matcher(self, source: str, names_tokens: bool) -> Any:
-        """What llguidance makes of a grammar, with or without the names of special tokens.
+    def _matcher(
+        self, grammar: Grammar, names_tokens: bool, seconds: float | None
+    ) -> tuple[Any, float]:
+        """What llguidance makes of a text, with or without the names of special tokens.
 
         With them it takes a text that is such a name for the token, if the text is forced.
         """
-        library = _library()
-        if names_tokens not in self._tokenizers:
-            told = self._backend.to_str()
-            self._tokenizers[names_tokens] = library.LLTokenizer(
-                told if names_tokens else _without_names(told),
-                n_vocab=self._vocab_size,
-                eos_token=list(self._eos_ids),
-            )
-        return library.LLMatcher(self._tokenizers[names_tokens], source, log_level=0)
+        tokenizer, dictionary = self._tokenizer(names_tokens)
+        took = TRIAL.seconds(dictionary, grammar.source) if seconds is None else seconds
+        return _library().LLMatcher(tokenizer, grammar.source, log_level=0), took
+
+    def _tokenizer(self, names_tokens: bool) -> tuple[Any, Dictionary]:
+        with self._lock:
+            if names_tokens not in self._tokenizers:
+                told = self._backend.to_str()
+                told, eos = told if names_tokens else _without_names(told), sorted(self._eos_ids)
+                key = hashlib.sha256(f"{self._vocab_size} {eos} {told}".encode()).hexdigest()
+                made = _library().LLTokenizer(told, n_vocab=self._vocab_size, eos_token=eos)
+                dictionary = Dictionary(key, told, self._vocab_size, eos)
+                self._tokenizers[names_tokens] = made, dictionary
+            return self._tokenizers[names_tokens]
 
 
 class GrammarState:
@@ -124,18 +170,24 @@ class GrammarState:
         self,
         matcher: Any,
         vocab_size: int,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: frozenset[int],
         anew: Callable[[], Any],
     ) -> None:
         self._matcher = matcher
         self._anew = anew
         self._num_anew = 0
+        self._anew_at = -1  # tokens of the output when that was last tried
         self._vocab_size = vocab_size
-        self._eos_ids = frozenset(eos_token_ids)
+        self._eos_ids = eos_token_ids
         self._num_output = 0  # tokens of the output that the matcher has read
         self._branch: Any = None  # a copy of it that has read a draft too, as far as …
         self._path: list[int] = []  # … this
         self.lost: Lost | None = None  # of the rows that were last masked
+
+    def another(self) -> "GrammarState":
+        """One more output at the beginning of the grammar, where this one is."""
+        assert self._num_output == 0
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos_ids, self._anew)
 
     def mask_rows(
         self,
@@ -189,7 +241,7 @@ class GrammarState:
 
     def forced(self, output_ids: np.ndarray, most: int) -> list[int]:
         """Tokens that the grammar leaves no choice about after the output, at most so many."""
-        if not self._read(output_ids):
+        if not self._read(output_ids) or self._num_anew:
             return []
         return self._matcher.compute_ff_tokens()[:most]
 
@@ -202,9 +254,10 @@ class GrammarState:
         return self._num_output == len(output_ids) or self._matcher.is_error()
 
     def _begin_anew(self, output_ids: np.ndarray) -> bool:
-        if self._num_anew == NUM_ANEW:
+        if self._num_anew == NUM_ANEW or self._anew_at == len(output_ids):
             return False
         self._num_anew += 1
+        self._anew_at = len(output_ids)
         with suppress(SamplingError):
             self._matcher, self._num_output = self._anew(), 0
             self._take(output_ids)
@@ -223,15 +276,23 @@ class GrammarState:
         """
         if not path:
             return self._matcher, True
-        if self._branch is None or path[: len(self._path)] != self._path:
-            self._branch, self._path = self._matcher.deep_copy(), []
+        branch = self._branch
+        if branch is None or branch.is_error() or path[: len(self._path)] != self._path:
+            branch = self._branch = self._matcher.deep_copy()
+            self._path = []
         known = len(self._path)
         rest = path[known:]
         if any(token in self._eos_ids or not 0 <= token < self._vocab_size for token in rest):
-            return self._branch, False
-        read = self._branch.try_consume_tokens(rest) if rest else 0
+            return branch, False
+        read = branch.try_consume_tokens(rest) if rest else 0
         self._path = path[: known + read]
-        return self._branch, len(self._path) == len(path)
+        return branch, len(self._path) == len(path)
+
+
+def _keep(kept: dict[Grammar, Any], grammar: Grammar, value: Any) -> None:
+    kept[grammar] = value
+    if len(kept) > KEPT:
+        kept.pop(next(iter(kept)))
 
 
 def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray | None:
@@ -285,14 +346,59 @@ def _grammar(library: Any, structured_outputs: Mapping[str, Any]) -> Grammar:
     if kind == "json_object":
         kind, value = "json", {"type": "object"}
     if kind == "json":
-        schema = value if isinstance(value, str) else json.dumps(value)
+        schema = json.dumps(checked_schema(value))
         return Grammar(make.grammar_from_json_schema(schema, defaults=JSON_OPTIONS), False)
     if kind == "regex":
         return Grammar(make.grammar_from_regex(value), False)
     if kind == "choice":
-        told = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-        return Grammar(make.grammar_from_lark(told), False)
+        return Grammar(make.grammar_from_lark(f"start: CHOICE\n{choice_rule(value)}"), False)
     return Grammar(make.grammar_from_lark(value), True)
+
+
+def choice_rule(texts: Iterable[str]) -> str:
+    """A terminal CHOICE in Lark's notation: one, as a state has no room for thousands of rules."""
+    ways = dict.fromkeys(json.dumps(text, ensure_ascii=False) for text in texts)
+    return f"CHOICE: {' | '.join(ways)}\n"
+
+
+def checked_schema(given: Any) -> dict[str, Any]:
+    """A JSON schema as an object, from that or from its text.
+
+    Raises:
+        SamplingError: it is none, or llguidance would read something else in it.
+    """
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise SamplingError(f"structured_outputs.json is no JSON: {error}") from error
+    if not isinstance(schema, Mapping):
+        raise SamplingError(f"structured_outputs.json must be an object, got {shown(schema)}")
+    if not isinstance(schema.get("x-guidance", {}), Mapping):
+        options = shown(schema["x-guidance"])
+        raise SamplingError(f"structured_outputs: x-guidance must be an object, got {options}")
+    left: list[Any] = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, Sequence) and not isinstance(one, str):
+            left += one
+        elif isinstance(one, Mapping):
+            for name, value in one.items():
+                if name in BOUNDS:
+                    _check_bound(name, value)
+                if name in NAMED_SCHEMAS and isinstance(value, Mapping):
+                    left += value.values()
+                elif name not in DATA:
+                    left.append(value)
+    return dict(schema)
+
+
+def _check_bound(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (abs(value) > LARGEST_BOUND or float(value) != value):
+        raise SamplingError(
+            f"structured_outputs: {name} must be a number of 64 bits (floating point) in "
+            f"[-2^62, 2^62], got {shown(value)}"
+        )
 
 
 def _library() -> Any:

@@ -72,6 +72,14 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Read the fields, which may have been set anew.
+
+        Raises:
+            SamplingError: a value that is none of its field, or fields that contradict each other.
+        """
         self._check_scalars()
         self._check_stops()
         self._check_token_ids()

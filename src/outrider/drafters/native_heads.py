@@ -18,7 +18,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.dspark import DSpark, MarkovHead
 from outrider.drafters.medusa import Medusa
 from outrider.native import library, pointer
-from outrider.target.native_model import TILE
+from outrider.target.native_model import KINDS, TILE
 
 MOST_PARTS = 2  # kParts of native/heads.h
 
@@ -293,6 +293,7 @@ def _vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _packed(lib: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:
     """Weights [O, I] of bfloat16 or float32 in the tiles of native/multiply.h."""
+    assert weight.dtype in KINDS, weight.dtype  # another one would be read beyond its end
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     tiles = -(-outputs // TILE)

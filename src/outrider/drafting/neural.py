@@ -111,8 +111,11 @@ class NeuralSource(DraftSource):
                     f"{target.name} has {theirs}"
                 )
         self.drafter.attach(target.embedding, target.head)
-        self.drafter.to(target.device, target.dtype)
-        self.drafter.projection = input_projection(self.drafter, target.dtype)
+        dtype = target.dtype  # compiled code, and torch on a CPU, are slow or lost in float16
+        if target.device.type == "cpu" and dtype == torch.float16:
+            dtype = torch.float32
+        self.drafter.to(target.device, dtype)
+        self.drafter.projection = input_projection(self.drafter, dtype)
         wants_probs = self._rule != "invariant"
         eos = getattr(tokenizer, "eos_token_id", None)
         eos_ids = () if eos is None else (eos,)

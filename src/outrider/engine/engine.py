@@ -206,7 +206,8 @@ class Engine:
         )
 
     def _abort(self, choice: Request) -> None:
-        choice.output.finish("abort")
+        with suppress(Exception):  # its last text may be what has failed: it is then left out
+            choice.output.finish("abort")
         self.scheduler.remove(choice)
         self._emit(choice, [], [], [], None)
         self._release(choice.request_id)
@@ -238,8 +239,16 @@ class Engine:
         except SourceError:  # raised when all is recorded
             raise
         except BaseException:
+            requests = [work.request for work in schedule.works]
+            requests = [one for one in requests if one.group.request_id in self._groups]
+            ended = [one for one in requests if one.status is Status.FINISHED]
+            for request in ended:  # which nobody has been told
+                request.output.finish_reason = "abort"
             with suppress(SourceError):  # what is under way already says more
-                self.abort(*(work.request.group.request_id for work in schedule.works))
+                self.abort(*(one.group.request_id for one in requests))
+            for request in ended:
+                if request.group.request_id in self._groups:
+                    self._emit(request, [], [], [], None)
             raise
 
     def check_integrity(self) -> None:
@@ -254,9 +263,11 @@ class Engine:
             lost = self.scheduler.preempt_all()
         schedule = self.scheduler.schedule()
         each_and_then_raise(
-            partial(self._release, request.request_id) for request in [*lost, *schedule.preempted]
+            [
+                *(partial(self._release, one.request_id) for one in [*lost, *schedule.preempted]),
+                partial(self._hand_on_features, schedule.adopted),
+            ]
         )
-        self._hand_on_features(schedule.adopted)
         self.times.lap("schedule")
         return schedule
 

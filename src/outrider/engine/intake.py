@@ -49,27 +49,38 @@ class Intake:
 
         Raises:
             PromptError: empty, too long for the context, or ids outside the vocabulary.
-            SamplingError: ids outside the vocabulary, or stop strings without a tokenizer.
+            SamplingError: ids outside the vocabulary, stop strings without a tokenizer, or a
+                grammar that cannot be followed.
+            MissingDependency: a grammar, and llguidance is not installed.
         """
-        ids = self.check(prompt_token_ids, params)
+        grammar = self._grammar(params)
+        ids = self._check_prompt(prompt_token_ids)
         group = RequestGroup(request_id, prompt, ids.tolist(), params, terms)
         group.metrics.arrival_time = self.clock()
         if self.is_speculative:
             group.metrics.speculative_decoding = SpeculativeMetrics()
         predicted = None if prediction is None else read_only(np.array(prediction, np.int32))
         for index in range(params.n):
-            group.choices.append(self._choice(group, index, ids, predicted, seed))
+            state = None if grammar is None else grammar.another()
+            group.choices.append(self._choice(group, index, ids, predicted, seed, state))
         return group
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
         """The prompt as int32 [n], if all is well; raises as `admit` does."""
+        self._grammar(params)
+        return self._check_prompt(token_ids)
+
+    def _grammar(self, params: SamplingParams) -> GrammarState | None:
+        """What the output follows at its beginning, if all parameters are well."""
+        params.check()
         check_against_vocab(params, self.vocab_size, self.eos_token_ids)
         if params.stop_strings and self.tokenizer is None:
             raise SamplingError(
                 f"stop strings {params.stop_strings} need a tokenizer, the engine has none"
             )
-        self._grammar(params)
-        return self._check_prompt(token_ids)
+        if params.structured_outputs is None:
+            return None
+        return self.grammars.follow(params.structured_outputs)
 
     def _check_prompt(self, token_ids: Sequence[int]) -> np.ndarray:
         try:
@@ -95,11 +106,6 @@ class Intake:
             )
         return ids.astype(np.int32)
 
-    def _grammar(self, params: SamplingParams) -> GrammarState | None:
-        if params.structured_outputs is None:
-            return None
-        return self.grammars.follow(params.structured_outputs)
-
     def _choice(
         self,
         group: RequestGroup,
@@ -107,6 +113,7 @@ class Intake:
         ids: np.ndarray,
         prediction: np.ndarray | None,
         seed: int,
+        grammar: GrammarState | None,
     ) -> Request:
         params = group.params
         request_id = group.request_id if params.n == 1 else f"{group.request_id}#{index}"
@@ -116,7 +123,7 @@ class Intake:
         stream = None
         if self.tokenizer is not None:
             stream = self.tokenizer.stream(params.skip_special_tokens, group.prompt_token_ids)
-        tokens, grammar = TokenBuffer(ids), self._grammar(params)
+        tokens = TokenBuffer(ids)
         return Request(
             request_id=request_id,
             index=index,

@@ -118,6 +118,8 @@ class Scheduler:
         self._ledger.leave(request.owner)
         self.arena.release(request.request_id)
         request.status = Status.FINISHED
+        if not self.has_work:  # the next step comes who knows when
+            self._observe(self._clock())
 
     def schedule(self) -> Schedule:
         """The works of the next forward; their text rows have room in the arena."""

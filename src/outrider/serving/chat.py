@@ -10,6 +10,7 @@ from outrider.errors import PromptError
 from outrider.prompts import PromptReader, Submission
 from outrider.results import CompletionOutput
 from outrider.sampling_params import SamplingParams
+from outrider.serving.errors import ApiError
 from outrider.serving.parsers import CALL, END_CALL, END_THINK, THINK
 from outrider.serving.protocol import ChatCall
 
@@ -29,13 +30,18 @@ def read(
 
     Raises:
         PromptError: no chat template, or it refuses the conversation.
+        ApiError: 400, a variable of the template that is not the client's to set.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     tools = _tools(call)
     messages = [_message(message, template) for message in call.messages]
     variables = dict(call.chat_template_kwargs or {})
     if reserved := {"messages", "tools", "self"} & variables.keys():
-        raise PromptError(f"chat_template_kwargs holds {shown(reserved)}, expected other names")
+        raise ApiError(
+            400,
+            f"chat_template_kwargs holds {shown(reserved)}, expected other names",
+            param="chat_template_kwargs",
+        )
     if tools and "tools" not in template:
         messages, tools = _with_tools(messages, tools), None
     if tools:

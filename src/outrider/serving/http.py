@@ -9,7 +9,8 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from math import inf
+from contextlib import AbstractContextManager
+from math import inf, isfinite
 from time import perf_counter
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -58,7 +59,7 @@ class EventStream(Response):
         ticket: what comes, step by step.
         events: the events that a step becomes.
         last: those behind all steps.
-        close: called at the end, however it comes.
+        held: what the stream holds as long as it lasts.
         why: what the client is told when the ticket fails.
     """
 
@@ -67,7 +68,7 @@ class EventStream(Response):
         ticket: Ticket,
         events: Callable[[list[Item]], bytes],
         last: Callable[[], bytes],
-        close: Callable[[], None],
+        held: AbstractContextManager[object],
         why: Callable[[EngineFailure], ApiError],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -76,16 +77,14 @@ class EventStream(Response):
         self._ticket = ticket
         self._events = events
         self._last = last
-        self._close = close
+        self._held = held
         self._why = why
         self._sending_since = inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with self._held:
             sending = self._send_all(send, scope["state"]["send"])
             await while_wanted(sending, gone(receive), self._stuck())
-        finally:
-            self._close()
 
     async def _send_all(self, send: Send, send_piece: Send) -> None:
         """`send_piece` leaves out the layers around a response: they look at its start only."""
@@ -164,7 +163,12 @@ def parse_json(data: bytes) -> Any:
         ApiError: 400, not UTF-8, not JSON, or a field given twice.
     """
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+        return json.loads(
+            data.decode(),
+            object_pairs_hook=_unique,
+            parse_constant=_no_number,
+            parse_float=_finite,
+        )
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -201,8 +205,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _finite(text: str) -> float:
+    found = float(text)
+    return found if isfinite(found) else _no_number(text)
+
+
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number that JSON knows")
+    raise ValueError(f"{text} is no number that JSON knows, or beyond 64 bits")
 
 
 class Edge:

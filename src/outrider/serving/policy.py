@@ -14,7 +14,7 @@ from outrider.policy.live import LivePolicy, PolicyFile, PolicyVersion
 from outrider.policy.rule_document import MAX_BYTES, read_facts, read_json
 from outrider.policy.rule_schema import policy_schema
 from outrider.policy.rules import shown_explanation
-from outrider.serving.errors import refused
+from outrider.serving.errors import ApiError, refused
 from outrider.serving.http import JSONBody, read_body
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,13 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 
 
-def add_policy(app: FastAPI, live: LivePolicy, authorize: Callable[[Request], None]) -> None:
-    """The endpoints; `authorize` raises where a caller may not use them."""
+def add_policy(app: FastAPI, live: LivePolicy, may_use: Callable[[Request], None]) -> None:
+    """The endpoints; `may_use` raises where a caller may not use them."""
+
+    def authorize(request: Request) -> None:
+        may_use(request)
+        if query := request.url.query:  # a "?dry_run=1" that changed the policy would be a trap
+            raise ApiError(400, f"{request.url.path} takes no query, got {shown(query)}")
 
     @app.get("/policy")
     async def policy(request: Request) -> Response:

@@ -310,12 +310,22 @@ class ChatCall(Call):
             if not known or named not in (None, *known):
                 said = f"{shown(choice)} needs {'that tool' if named else 'tools'}"
                 raise ApiError(400, f"tool_choice: {said}, got {shown(known)}", param="tool_choice")
-        if not self.calls_tools or (form is not None and "grammar" in form):
+        if not self.calls_tools:
             return None
         functions = [one.function for one in self.tools or () if named in (None, one.function.name)]
         is_forced = choice == "required" or named is not None
         is_one = named is not None or self.parallel_tool_calls is False
-        if not (is_forced or is_one or form or any(one.strict for one in functions)):
+        is_strict = any(one.strict for one in functions)
+        if form is not None and "grammar" in form:
+            if is_forced or is_one or is_strict:
+                raise ApiError(
+                    400,
+                    "structured_outputs.grammar is the whole answer: give no tool_choice, "
+                    "parallel_tool_calls or strict tools beside it",
+                    param="structured_outputs",
+                )
+            return None
+        if not (is_forced or is_one or form or is_strict):
             return None
         signatures = [
             Signature(one.name, one.parameters, is_forced or bool(one.strict)) for one in functions
@@ -420,6 +430,8 @@ def _bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     for key, bias in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise SamplingError(f"logit_bias has the key {shown(key)}, expected token ids")
+        if int(key) in found:
+            raise SamplingError(f"logit_bias holds token id {int(key)} twice")
         found[int(key)] = bias
     return found
 

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from outrider.checks import integer, shown
 from outrider.errors import ConfigError, MissingDependency, UserError
+from outrider.grammar import TRIAL
 from outrider.llm import LLM
 from outrider.policy.live import PolicyFile
 from outrider.prompts import Submission
@@ -47,6 +49,8 @@ from outrider.terms import Terms
 logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
+
+NUM_FORM_READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class Service:
             None if self.trace is None else self.trace.step,
             spread_threads if settings.owns_cpus else None,
         )
+        # Grammars take seconds in the worst case: calls without one never wait for them.
+        self._form_readers = ThreadPoolExecutor(NUM_FORM_READERS, "forms")
         self.is_draining = False
 
     def start(self) -> None:
@@ -143,6 +149,8 @@ class Service:
         """End; what is unfinished is aborted."""
         if self._watching is not None:
             self._watching.cancel()
+        TRIAL.interrupt()
+        self._form_readers.shutdown(wait=False, cancel_futures=True)
         self.worker.stop()
         if self.trace is not None:
             self.trace.close()
@@ -217,15 +225,20 @@ class Service:
         with ExitStack() as stack:
             stack.enter_context(self.limits.slot(owner, num_prompts * call.num_choices))
             # Tokenising a long prompt takes longer than others should wait for a token.
-            with self.worker.reading():
-                submissions = await asyncio.to_thread(
-                    _read, lambda: self._submissions(answer, params, terms), call
+            has_form = params.structured_outputs is not None
+            with nullcontext() if has_form else self.worker.reading():
+                submissions = await asyncio.get_running_loop().run_in_executor(
+                    self._form_readers if has_form else None,
+                    lambda: _read(lambda: self._submissions(answer, params, terms), call),
                 )
             ticket = self.worker.submit(submissions, terms)
             stack.callback(self.worker.cancel, ticket)
             record = request.state.record
             if call.stream:
-                return self._stream(ticket, answer, record, stack.pop_all().close)
+                held = ExitStack()
+                stream = self._stream(ticket, answer, record, held)
+                held.push(stack.pop_all())
+                return stream
             collecting = self._collect(ticket, answer, record)
             return JSONBody(await while_wanted(collecting, gone(request.receive)))
 
@@ -263,7 +276,7 @@ class Service:
         return answer.whole(seen.ordered) | self._numbers(seen, answer)
 
     def _stream(
-        self, ticket: Ticket, answer: Answer, record: dict[str, Any], close: Callable[[], None]
+        self, ticket: Ticket, answer: Answer, record: dict[str, Any], held: ExitStack
     ) -> EventStream:
         seen = _Seen(answer.call, record, self.metrics.watch())
         n = answer.call.num_choices
@@ -278,7 +291,7 @@ class Service:
             return to_event(answer.last(numbers)) if answer.has_last else b""
 
         why = partial(failed, fields=answer.call.fields)
-        return EventStream(ticket, events, last, close, why)
+        return EventStream(ticket, events, last, held, why)
 
     def _numbers(self, seen: "_Seen", answer: Answer) -> dict[str, Any]:
         """Usage, and metrics where they are asked for; the log and the histograms learn too."""

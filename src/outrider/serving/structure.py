@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from outrider.checks import shown
 from outrider.errors import SamplingError
-from outrider.grammar import JSON_OPTIONS
+from outrider.grammar import JSON_OPTIONS, checked_schema, choice_rule
 from outrider.sampling_params import check_form
 from outrider.serving.errors import ApiError
 from outrider.serving.parsers import CALL, END_CALL, END_THINK, THINK
@@ -107,7 +107,7 @@ def call_rules(
         f'called: "\\n" ({" | ".join(names)}) {_text(chr(10) + END_CALL)}',
         *(f"{name}: {_call(one)}" for name, one in zip(names, functions, strict=True)),
     ]
-    return "\n".join(rules) + "\n"
+    return "\n".join(rules) + "\n" + ("" if is_forced or form is None else _terminals(form))
 
 
 def whole(rules: str) -> Mapping[str, Any]:
@@ -132,7 +132,7 @@ def answer_rules(form: Mapping[str, Any]) -> str | None:
 
     None for a grammar in Lark's notation: whoever writes one can name the thoughts.
     """
-    return None if "grammar" in form else f"answer: {_rule(form)}\n"
+    return None if "grammar" in form else f"answer: {_rule(form)}\n{_terminals(form)}"
 
 
 def _rule(form: Mapping[str, Any]) -> str:
@@ -140,23 +140,25 @@ def _rule(form: Mapping[str, Any]) -> str:
     if kind == "regex":
         return "/" + ESCAPED.sub(lambda found: ENDS.get(found[1], found[0]), value) + "/"
     if kind == "choice":
-        return " | ".join(map(_text, value))
+        return "CHOICE"
     return _json(OBJECT if kind == "json_object" else value)
 
 
+def _terminals(form: Mapping[str, Any]) -> str:
+    return choice_rule(form["choice"]) if "choice" in form else ""
+
+
 def _json(schema: Any) -> str:
+    schema = checked_schema(schema)
+    options = JSON_OPTIONS | dict(schema.get("x-guidance", {}))
     try:
-        if isinstance(schema, str):
-            schema = json.loads(schema)
-        if isinstance(schema, Mapping):
-            return "%json " + json.dumps({"x-guidance": JSON_OPTIONS} | dict(schema))
-    except (ValueError, RecursionError) as error:
+        return "%json " + json.dumps(schema | {"x-guidance": options})
+    except (ValueError, RecursionError, TypeError) as error:
         raise SamplingError(f"structured_outputs.json is no JSON: {error}") from error
-    raise SamplingError(f"structured_outputs.json must be an object, got {shown(schema)}")
 
 
 def _call(function: Signature) -> str:
-    given = NO_PARAMETERS if function.parameters is None else function.parameters
+    given = NO_PARAMETERS if function.parameters is None else OBJECT | dict(function.parameters)
     begin = f'{{"name": {_text(function.name)}, "arguments": '
     return f"{_text(begin)} {_json(given if function.is_enforced else OBJECT)} {_text('}')}"
 

@@ -8,6 +8,7 @@ off can still be opened.
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -55,11 +56,16 @@ class Trace:
             self._count(at)
         except OSError as error:  # a full disk ends the trace and nothing else
             logger.warning("the trace ends here: %s", error)
-            self._file.close()
+            self._close()
 
     def close(self) -> None:
         if not self._file.closed:
-            self._file.write(b"\n]\n")
+            self._close(b"\n]\n")
+
+    def _close(self, last: bytes = b"") -> None:
+        with suppress(OSError):  # what is left may have no room either
+            self._file.write(last)
+        with suppress(OSError):
             self._file.close()
 
     def _seconds(self) -> dict[str, float]:
