@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from outrider.errors import SamplingError
 
 SECONDS = 10.0  # to read a grammar
+LONG_SECONDS = 1.0  # after which its memory may be large, and another process takes its place
 START_SECONDS = 60.0  # to start, and to read a tokenizer
 STACK_BYTES = 4 << 20  # half of what threads have that read the grammar again
 NICENESS = 5
@@ -72,7 +73,7 @@ class Trial:
             finally:
                 self._asked = None
                 timer.cancel()
-            if took is None:
+            if took is None or took > LONG_SECONDS:
                 self._end()
             else:
                 self._known.add(dictionary.key)
