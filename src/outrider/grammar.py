@@ -100,19 +100,18 @@ class Grammars:
                 raise SamplingError(why)
         if found is None:
             found = self._compile(grammar)
-        return GrammarState(
-            found.matcher.deep_copy(), self._vocab_size, self._eos_ids, partial(self._anew, grammar)
-        )
+        anew = partial(self._anew, grammar, found.is_slow)
+        return GrammarState(found.matcher.deep_copy(), self._vocab_size, self._eos_ids, anew)
 
-    def _anew(self, grammar: Grammar) -> Any:
+    def _anew(self, grammar: Grammar, is_slow: bool) -> Any:
         """A matcher that can do what a new one can: copies share what the library lets them do.
 
         Raises:
             SamplingError: it takes too long. The next submission has a new one.
         """
         with self._lock:
-            known = self._known.pop(grammar, None)
-        if known is None or known.is_slow:
+            self._known.pop(grammar, None)
+        if is_slow:
             raise SamplingError("structured_outputs takes too long to be compiled anew")
         return self._compile(grammar, seconds=0.0).matcher.deep_copy()
 
