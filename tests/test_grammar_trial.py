@@ -109,6 +109,24 @@ def test_one_who_waits_is_told_when_the_server_ends():
     assert told
 
 
+def test_the_answer_to_an_interrupted_question_answers_no_other(monkeypatch):
+    trial, dictionary = outrider.grammar_trial.Trial(), grammars()._tokenizer(False)[1]
+    ask, process = outrider.grammar_trial._ask, outrider.grammar_trial._started
+    started = []
+    monkeypatch.setattr(outrider.grammar_trial, "_started", lambda: started.append(1) or process())
+
+    def interrupted(*question):
+        ask(*question)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outrider.grammar_trial, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial.seconds(dictionary, '{"grammars":[]}')
+    monkeypatch.setattr(outrider.grammar_trial, "_ask", ask)
+    assert trial.seconds(dictionary, '{"grammars":[]}') < 1
+    assert len(started) == 2
+
+
 @pytest.fixture
 def slow_trial(monkeypatch):
     """Reading any grammar but "ab" lasts until the event is set."""

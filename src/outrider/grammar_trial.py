@@ -70,6 +70,9 @@ class Trial:
             try:
                 self._asked = self._process
                 took = _ask(self._process, asked)
+            except BaseException:  # Ctrl-C: what it says to this must answer nothing else
+                self._end()
+                raise
             finally:
                 self._asked = None
                 timer.cancel()
