@@ -5,6 +5,7 @@ numpy's numbers are as good as Python's; a bool is no number. Nothing heavy is i
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -21,6 +22,24 @@ def shown(value: object, most: int = 80) -> str:
     except Exception:  # an int of 5000 digits, a list nested 100 000 deep, a __repr__ that fails
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as `object_pairs_hook`: a key given twice leaves open which is meant.
+
+    Raises:
+        ConfigError: to be put behind the name of the document.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ConfigError(f"holds the key {shown(twice)} twice in one object")
+    return found
+
+
+def too_long_integer() -> str:
+    """What JSON holds that is well formed, and of which `json.loads` raises a plain ValueError."""
+    return f"holds an integer of more than {sys.get_int_max_str_digits()} digits"
 
 
 def integer(

@@ -23,6 +23,7 @@ from outrider.cli.bench_options import (
 )
 from outrider.cli.bench_peers import peers as peers
 from outrider.cli.console import messages, output
+from outrider.cli.interrupts import already_told
 from outrider.cli.options import ModelOptions
 from outrider.errors import ConfigError
 
@@ -59,12 +60,12 @@ def bench(
             if is_random
             else _real_model(model, settings, workload)
         )
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as end:
         messages().print("interrupted: nothing was measured")
-        raise
+        raise already_told(end) from None
     _show_and_write(study, report)
     if study.stopped is not None:
-        raise study.stopped
+        raise already_told(study.stopped)
 
 
 def _real_model(

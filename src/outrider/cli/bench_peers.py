@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.bench_options import MOST_REQUESTS, ReportOptions, cpu_threads, numbers
+from outrider.cli.interrupts import already_told
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def peers(
     result = _measure(chosen, model, prompts, settings)
     _show_and_write(result, options)
     if result.interrupted is not None:
-        raise result.interrupted
+        raise already_told(result.interrupted)
     _complain(result.without_figures(chosen), len(chosen), named=bool(peer))
 
 
@@ -106,9 +107,9 @@ def _measure(
     try:
         with _peer_progress() as (show, done):
             result = compare_peers(sides, model, prompts, settings, show, done)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as end:
         messages().print("outrider: interrupted: no round was finished, nothing was written")
-        raise
+        raise already_told(end) from None
     result.provenance = about
     return result
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.checks import number
+from outrider.cli.bench_options import MOST_REQUESTS
 from outrider.cli.console import output
 from outrider.cli.train_options import TargetOptions
 from outrider.errors import ConfigError
@@ -39,7 +40,9 @@ def estimate(
     draft_tokens: Annotated[
         int, typer.Option(min=1, max=MOST_DRAFT_TOKENS, help="Draft tokens per step.")
     ] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="Requests decoded at the same time.")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=1, max=MOST_REQUESTS, help="Requests decoded at the same time.")
+    ] = 1,
     context_length: Annotated[
         int, typer.Option(min=1, help="Tokens of each request in the KV cache.")
     ] = 512,
@@ -89,6 +92,11 @@ def _costs(target: TargetOptions, batch: int, context: int, most: int) -> list[f
             max_num_batched_tokens=max(LEAST_ROWS, batch * (most + 1)),
             device=target.device,
             num_threads=target.num_threads,
+        )
+    longest = llm.target.max_model_len
+    if context > longest:  # no step of such a text could ever be measured
+        raise ConfigError(
+            f"--context-length must be in [1, {longest}] for this model, got {context}"
         )
     curve = llm.engine.cost.curve(batch * context)
     return [curve[batch * (count + 1)] / curve[batch] for count in range(1, most + 1)]

@@ -9,15 +9,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 
+from outrider.cli.interrupts import EXIT_INTERRUPTED, told_of
 from outrider.errors import ConfigError, MissingDependency, OutriderError, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells expect
 ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
 COMMANDS = ("generate", "chat", "compare", "serve", "demo", "estimate")
 GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
@@ -26,6 +27,8 @@ GROUPS: dict[str, tuple[str, ...]] = {  # commands with others below them
     "table": ("build", "inspect", "coverage", "merge", "prune"),
     "train": ("data", "features", "run", "eval", "calibrate"),
 }
+
+WRITTEN = ("output", "features")  # files and directories; others say it themselves
 
 app = typer.Typer(
     name="outrider",
@@ -54,7 +57,7 @@ def _run() -> None:
     except OutriderError as error:
         _fail(str(error), EXIT_FAILURE)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         _drop_output()
         sys.exit(EXIT_FAILURE)
@@ -168,14 +171,33 @@ def _with_flat_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, group in groups.items():
             taken = {field: values.pop(field) for field in group.__dataclass_fields__}
             values[name] = group(**taken)
-        command(**values)
+        with told_of():  # here, as Typer makes an exit code of Ctrl-C
+            command(**values)
 
+    _check_names(flat)
     flat = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
     run.__doc__ = _unwrapped(inspect.getdoc(command) or "")
     run.__name__ = command.__name__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     return run
+
+
+def _check_names(parameters: list[inspect.Parameter]) -> None:
+    """Have empty names of what is written refused, which an unset variable of a shell leaves.
+
+    `Path` would read them as the current directory.
+    """
+    for parameter in parameters:
+        if parameter.name in WRITTEN:
+            _, option = get_args(parameter.annotation)
+            option.parser, option.metavar = _path, "<path>"
+
+
+def _path(given: str | Path) -> Path:
+    if not str(given):
+        raise typer.BadParameter("the name is empty, expected that of a file or a directory")
+    return Path(given)
 
 
 def _unwrapped(text: str) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.errors import ConfigError, SamplingError
+from outrider.checks import shown, too_long_integer, unique_keys
+from outrider.errors import ConfigError, ModelError, SamplingError
 from outrider.threads import check_num_threads
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class ModelOptions:
     ] = None
     dtype: Annotated[
         str,
-        typer.Option(help="auto, bfloat16 or float32.", rich_help_panel=MODEL_PANEL),
+        typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL_PANEL),
     ] = "auto"
     speculative_config: Annotated[
         str,
@@ -102,7 +103,7 @@ class ModelOptions:
         with start_up(quiet):
             return LLM(
                 self.model,
-                tokenizer=self.tokenizer,
+                tokenizer=self.found_tokenizer(),
                 dtype=self.dtype,
                 speculative_config=config,
                 max_model_len=self.max_model_len,
@@ -112,6 +113,21 @@ class ModelOptions:
                 device=self.device,
                 num_threads=self.num_threads,
             )
+
+    def found_tokenizer(self) -> Path | None:
+        """Where the tokenizer is, if it is not the model's own.
+
+        Raises:
+            ModelError: it is not found; says that the tokenizer is meant, and not the model.
+        """
+        if self.tokenizer is None:
+            return None
+        from outrider.target.find import find_model
+
+        try:
+            return find_model(self.tokenizer)[0]
+        except ModelError as error:
+            raise ModelError(f"--tokenizer: {error}") from error
 
 
 @dataclass(slots=True)
@@ -233,16 +249,19 @@ class SamplingOptions:
         )
 
 
-def parse_speculative_config(value: str) -> Any:
+def parse_speculative_config(value: str, option: str = "--speculative-config") -> Any:
     """What `--speculative-config` means: "auto", None for every way to say no drafts, or the JSON.
+
+    Args:
+        option: what messages call it.
 
     Raises:
         ConfigError: not JSON, or JSON of the wrong kind; says what and where.
     """
-    text, origin = value.strip(), "--speculative-config"
+    text, origin = value.strip(), option
     if text.startswith("@"):
         origin = text[1:] or origin
-        text = text_or_file(text, "--speculative-config").strip()
+        text = text_or_file(text, option).strip()
     if text.lower() in ("auto", "none"):
         return "auto" if text.lower() == "auto" else None
     if not text.startswith(("{", "[", "null")):
@@ -274,15 +293,25 @@ def _parse_logit_bias(value: str | None) -> dict[int, float] | None:
     bias = _parse_json(value, "--logit-bias")
     if not isinstance(bias, dict):
         raise ConfigError(f"--logit-bias must be a JSON object of token id to bias, got {value}")
-    try:
-        return {int(token): amount for token, amount in bias.items()}
-    except ValueError as error:
-        raise SamplingError(f"--logit-bias: a key is no token id: {error}") from error
+    found: dict[int, float] = {}
+    for token, amount in bias.items():
+        try:
+            token_id = int(token)
+        except ValueError as error:
+            raise SamplingError(
+                f"--logit-bias: a key must be a token id, got {shown(token)}"
+            ) from error
+        if token_id in found:  # "1" and "01"
+            raise SamplingError(f"--logit-bias holds the token id {token_id} twice")
+        found[token_id] = amount
+    return found
 
 
 def _parse_json(text: str, origin: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except ConfigError as error:  # of the hook
+        raise ConfigError(f"{origin} {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{origin} is nested too deeply: {error}") from error
     except json.JSONDecodeError as error:
@@ -292,6 +321,8 @@ def _parse_json(text: str, origin: str) -> Any:
         raise ConfigError(
             f"{origin} is not valid JSON at {where}: {error.msg}, near {near!r}"
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"{origin} {too_long_integer()}") from error
 
 
 def _reason(error: Exception) -> str:

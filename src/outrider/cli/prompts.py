@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.checks import shown
-from outrider.errors import PromptError
+from outrider.checks import shown, too_long_integer, unique_keys
+from outrider.errors import ConfigError, PromptError
 from outrider.text import check_unicode
 
 Message = dict[str, str]
@@ -90,13 +90,17 @@ def parse_jsonl(data: bytes, name: str) -> list[PromptRecord]:
 
 def _record(line: str, where: str) -> PromptRecord:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=unique_keys)
+    except ConfigError as error:  # of the hook
+        raise PromptError(f"{where}: {error}") from error
     except json.JSONDecodeError as error:
         raise PromptError(
             f"{where}: not valid JSON at column {error.colno}: {error.msg}"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond all measure
+    except RecursionError as error:
         raise PromptError(f"{where}: cannot be read as JSON: {error}") from error
+    except ValueError as error:
+        raise PromptError(f"{where}: {too_long_integer()}") from error
     if not isinstance(entry, dict):
         raise PromptError(f"{where}: expected a JSON object, got {line[:40]!r}")
     record = _turns(entry, where)

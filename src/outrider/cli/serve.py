@@ -84,6 +84,7 @@ def serve(
         from outrider.serving.memory import share_heaps
         from outrider.serving.server import serve as run
         from outrider.serving.service import Settings
+        from outrider.serving.trace import check_trace
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"outrider serve needs {error.name}: pip install 'outrider[serve]'"
@@ -103,6 +104,8 @@ def serve(
     )
     if policy is not None:
         compile_policy(load_policy(policy))  # a typo is found sooner than a model is loaded
+    if trace is not None:
+        check_trace(trace)
     model.model = name or model.model
     share_heaps()
     run(model.load(), settings, host, port, drain_seconds)

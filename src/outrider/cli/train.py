@@ -1,5 +1,6 @@
 """`outrider train`: from a model to a drafter of its own."""
 
+import difflib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +12,10 @@ from outrider.cli.train_eval import calibrate as calibrate
 from outrider.cli.train_eval import evaluate
 from outrider.cli.train_features import features as features
 from outrider.cli.train_options import DataPath, FeaturesPath, TargetOptions, about
+from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
+    from outrider.training.recipe import Recipe
     from outrider.training.run import Pace, Run
 
 SAVE_MINUTES = 5.0
@@ -67,12 +70,11 @@ def run(
     `torchrun --nproc-per-node N --no-python outrider train run …`.
     """
     from outrider.training.hold import held
-    from outrider.training.recipe import read_recipe
     from outrider.training.run import Inputs, Pace, Run, drafter_at
     from outrider.training.world import join_world, leave_world
 
     asked = [*(changes or []), *([] if steps is None else [f"training.steps={steps}"])]
-    chosen = read_recipe(recipe, asked)
+    chosen = _recipe(recipe, asked)
     start = None if init_from is None else drafter_at(init_from)
     world, device = join_world(target.device)
     try:
@@ -84,6 +86,19 @@ def run(
             _train(started, Pace(report_every, held_out_every, 60 * save_minutes), provenance)
     finally:
         leave_world()
+
+
+def _recipe(name: str, changes: list[str]) -> "Recipe":
+    """What the argument names; a name that is nearly one of the packaged recipes is told."""
+    from outrider.training.recipe import packaged_recipes, read_recipe
+
+    try:
+        return read_recipe(name, changes)
+    except ConfigError as error:
+        near = difflib.get_close_matches(name, packaged_recipes(), n=1)
+        if not near or name in near or Path(name).exists():  # then its content is at fault
+            raise
+        raise ConfigError(f"{error}; did you mean {near[0]!r}?") from error
 
 
 def _starting(recipe: Any, inputs: Any, world: Any, make: Any) -> "Run":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.interrupts import going_on
 from outrider.cli.options import MODEL_PANEL, ModelOptions
 from outrider.cli.train_options import about, bar, check_layers, layer_numbers
 from outrider.errors import ConfigError
@@ -108,6 +109,7 @@ def data(
     llm = replace(model, kv_cache_tokens=room).load(also=also)
     console = messages()
     with ExitStack() as stack:
+        stack.enter_context(going_on())
         for directory in (output, *([features] if features else [])):
             stack.enter_context(held(directory))
         advance = stack.enter_context(bar("prompts", plan.num_prompts))
@@ -136,7 +138,7 @@ def _recording(
     if directory is None or layers is None:
         raise ConfigError("--features and --layers go together, got one of them")
     numbers = layer_numbers(layers)
-    loaded = load_model(model.model, model.dtype, model.device, model.tokenizer)
+    loaded = load_model(model.model, model.dtype, model.device, model.found_tokenizer())
     check_layers(numbers, loaded)
     header = about_features(loaded, numbers) | {"provenance": provenance}
     return Recording(directory, Recorder(loaded, numbers), header)

@@ -90,7 +90,7 @@ def _config(given: str) -> "tuple[dict[str, Any], LoadedDrafter | None]":
         path = drafter_at(Path(given))
         loaded = load_drafter(path)
         return {"method": loaded.drafter.config.algorithm, "model": str(path)}, loaded
-    config = parse_speculative_config(given) if is_json else None
+    config = parse_speculative_config(given, "DRAFTER") if is_json else None
     if isinstance(config, list) and len(config) == 1:
         [config] = config
     if not isinstance(config, dict):

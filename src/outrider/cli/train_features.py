@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.interrupts import going_on
 from outrider.cli.train_options import (
     TargetOptions,
     about,
@@ -56,7 +57,7 @@ def features(
     check_layers(numbers, loaded)
     width = loaded.config["hidden_size"]
     header = about_features(loaded, numbers) | {"provenance": about(threads)}
-    with held(output):
+    with going_on(), held(output):
         open_features(output, texts, header)
         todo = sum(len(shard.token_ids) for shard in shards_to_do(output, texts))
         _check_room(output, todo, texts.num_tokens, len(numbers), width)

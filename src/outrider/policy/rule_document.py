@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider.checks import INT32_MAX, boolean, integer, number, shown
+from outrider.checks import INT32_MAX, boolean, integer, number, shown, unique_keys
 from outrider.errors import ConfigError
 from outrider.policy.restrict import Allowed, LoadFacts, RequestFacts
 from outrider.policy.rules import LOAD_FACTS, Condition, Rule, RuleSet
@@ -47,7 +47,7 @@ def read_json(text: str | bytes, what: str = "the policy") -> Any:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{what} must have at most {MAX_BYTES} bytes, got {len(text)}")
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_constant)
     except ConfigError as error:  # of the two hooks
         raise ConfigError(f"{what} {error}") from error
     except RecursionError as error:
@@ -207,15 +207,6 @@ def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{place} must be text, got {shown(value)}")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(f"holds the key {shown(twice)} twice in one object")
-    return found
 
 
 def _constant(name: str) -> NoReturn:

@@ -50,11 +50,18 @@ def serve(
         server = _Server(config, service_of(app))
         try:
             server.run()
+        except UnicodeError as error:  # "a..b"
+            raise ConfigError(f"cannot serve on {host}:{port}: {host!r} is no host") from error
         except SystemExit as end:
             if server.started:
                 raise
-            # What uvicorn logs and exits for, as an address in use.
-            raise ConfigError(f"cannot serve on {host}:{port}: the log says why") from end
+            raise ConfigError(f"cannot serve on {host}:{port}: {_reason(end)}") from end
+
+
+def _reason(end: SystemExit) -> str:
+    """Why uvicorn has ended: it exits while it handles what the system says of the address."""
+    error = end.__context__
+    return error.strerror or str(error) if isinstance(error, OSError) else "the log says why"
 
 
 class _Server(uvicorn.Server):

@@ -15,12 +15,29 @@ from time import perf_counter
 from typing import Any
 
 from outrider.engine.engine import Engine
+from outrider.errors import ConfigError
 from outrider.serving.errors import to_json
 
 logger = logging.getLogger(__name__)
 
 PHASES = ("schedule", "plan", "propose", "pack", "forward", "sample", "commit")
 MICRO = 1e6  # a trace counts in microseconds
+
+
+def check_trace(path: Path) -> None:
+    """Refuse, before a model is loaded, a file that a `Trace` could not make; none is left behind.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        is_new = not os.path.lexists(path)
+        if not path.is_fifo():  # which would wait for its reader
+            path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace {path}: {error.strerror or error}") from error
 
 
 class Trace:
