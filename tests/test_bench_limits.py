@@ -274,6 +274,8 @@ def test_standard_input_is_a_workload(tmp_path: Path) -> None:
         (r'{"turns": ["a", " "]}', "a prompt is empty"),
         (r'{"prompt": "\ud800"}', "a prompt is not valid Unicode text"),
         (r'{"prompt": 5}', "'prompt' must be text, got 5"),
+        (r'{"prompt": "a", "turns": ["b"]}', "expected one of 'prompt', 'turns' and 'messages'"),
+        (r'{"messages": [], "prompt": "a"}', "expected one of 'prompt', 'turns' and"),
         (r'{"turns": "a"}', "'turns' must be a list of texts, at least one, got 'a'"),
         (r'{"turns": [1]}', "'turns' must be a list of texts, at least one, got [1]"),
         (r'{"messages": []}', "'messages' must be a list of objects, at least one, got []"),

@@ -94,15 +94,17 @@ def test_objects_beside_each_other_may_have_the_same_keys() -> None:
     assert parse_speculative_config(json.dumps(given)) == given
 
 
-@pytest.mark.parametrize("again", ["01", " 1", "+1"])
+@pytest.mark.parametrize("again", ["01", "001"])
 def test_a_token_id_that_is_given_twice_in_other_words_is_refused(again: str) -> None:
     with pytest.raises(SamplingError, match="--logit-bias holds the token id 1 twice"):
         SamplingOptions(logit_bias=json.dumps({"1": 2, again: 3})).params()
 
 
 def test_what_is_no_token_id_is_shown() -> None:
-    with pytest.raises(SamplingError, match="--logit-bias: a key must be a token id, got 'one'"):
-        SamplingOptions(logit_bias='{"one": 2}').params()
+    for key in ("one", "1_0", "٣", "-1", " 1", ""):
+        told = f"--logit-bias: a key must be a token id, got {key!r}"
+        with pytest.raises(SamplingError, match=told):
+            SamplingOptions(logit_bias=json.dumps({key: 2})).params()
 
 
 # ---- names

@@ -71,16 +71,39 @@ def changed(source: Path, target: Path, name: str, change: Callable[[Tensors], o
 
 @pytest.mark.parametrize(
     "text",
-    ["a: 2020-13-45", "a: " + "9" * 5000, "[" * 5000, "- " * 3000, "\t", "a: &a [*a", "\xff\xfe"],
+    [
+        "held_out: 1\nheld_out: 2",
+        "drafter: {num_layers: 1, 'num_layers': 2}",
+        "a: 2020-13-45",
+        "a: " + "9" * 5000,
+        "[" * 5000,
+        "- " * 3000,
+        "\t",
+        "a: &a [*a",
+        "\xff\xfe",
+    ],
 )
 def test_a_recipe_that_is_no_yaml(text: str, tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"r\.yaml cannot be read"):
         read_recipe(path)
-    if "\xff" not in text and ":" in text:
+    if "\xff" not in text and text.startswith("a: "):
         with pytest.raises(ConfigError, match="is no YAML"):
             read_recipe("dspark", [f"seed={text.removeprefix('a: ')}"])
+
+
+def test_what_a_recipe_says_at_all_is_looked_at_before_it_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    for text, told in {
+        "": "r.yaml must be an object, got None",
+        "3": "r.yaml must be an object, got 3",
+        "drafter: {num_layers: 2}": "r.yaml: drafter needs the key 'algorithm'",
+        "drafter: {<<: {num_layers: 2}, num_layers: 1}": "r.yaml: drafter needs the key",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            read_recipe(path, ["training.steps=2"])
 
 
 def test_a_recipe_that_ends_the_process(tmp_path: Path) -> None:

@@ -110,7 +110,9 @@ def _record(line: str, where: str) -> PromptRecord:
 
 
 def _turns(entry: dict[str, Any], where: str) -> PromptRecord:
-    """What is to be answered, under the first of the three keys that is there."""
+    """What is to be answered, under one of the three keys."""
+    if len(given := [key for key in ("prompt", "turns", "messages") if key in entry]) > 1:
+        raise PromptError(f"{where}: expected one of 'prompt', 'turns' and 'messages', got {given}")
     if "prompt" in entry:
         if not isinstance(entry["prompt"], str):
             raise PromptError(f"{where}: 'prompt' must be text, got {shown(entry['prompt'])}")

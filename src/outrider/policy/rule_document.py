@@ -12,7 +12,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider.checks import INT32_MAX, boolean, integer, number, shown, unique_keys
+from outrider.checks import (
+    INT32_MAX,
+    boolean,
+    integer,
+    number,
+    shown,
+    too_long_integer,
+    unique_keys,
+)
 from outrider.errors import ConfigError
 from outrider.policy.restrict import Allowed, LoadFacts, RequestFacts
 from outrider.policy.rules import LOAD_FACTS, Condition, Rule, RuleSet
@@ -52,8 +60,10 @@ def read_json(text: str | bytes, what: str = "the policy") -> Any:
         raise ConfigError(f"{what} {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{what} is nested too deeply") from error
-    except ValueError as error:  # no UTF-8, no JSON, an integer of more digits than Python reads
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{what} is no JSON: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{what} {too_long_integer()}") from error
 
 
 def load_policy(path: Path) -> Any:

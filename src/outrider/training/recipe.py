@@ -3,8 +3,9 @@
 import dataclasses
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +131,26 @@ def read_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
     content = _of_python(path) if path.suffix == ".py" else _of_yaml(path)
     if isinstance(content, Recipe):
         content = content.as_json()
+    _keys(content, Recipe, str(name))
     for change in changes:
         content = _changed(content, change)
     return recipe_of(content, str(name))
 
 
+class _Loader(yaml.SafeLoader):
+    """Which of two values of one key is meant, nobody can tell."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, count in keys.items():
+            if count > 1:
+                raise ValueError(f"the key {shown(key)} is there twice in one object")
+        return super().construct_mapping(node, deep)
+
+
 def _of_yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except NO_YAML as error:
         raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
 
@@ -208,12 +221,13 @@ def _made(cls: type, content: Any, name: str) -> Any:
         for each in fields(cls)
         if each.name in content
     }
+    for each in fields(cls):
+        if each.name not in values and each.default is each.default_factory is MISSING:
+            raise ConfigError(f"{name} needs the key {each.name!r}")
     try:
         return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{name.partition(':')[0]}: {error}") from None
-    except TypeError as error:
-        raise ConfigError(f"{name} is incomplete: {error}") from None
 
 
 def _kind(declared: Any) -> str:
