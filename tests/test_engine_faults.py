@@ -19,6 +19,7 @@ from fakes import ROOT, FakeTarget, ReplaySource, SubmitAll, make_engine, path_h
 
 from outrider.drafting.source import Draft, DraftSource
 from outrider.errors import ConfigError, PromptError, SamplingError, SourceError
+from outrider.sampling_params import SamplingParams
 from outrider.terms import Terms
 
 TINY_KV = {"kv_cache_tokens": 96, "max_num_batched_tokens": 24, "max_num_seqs": 6}
@@ -359,3 +360,30 @@ def test_planner_may_be_replaced():
     engine = make_engine([ReplaySource(ids_of(plain))], planner=Nothing())
     assert_same(run(engine, prompts(1)), plain)
     assert engine.metrics.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_every_choice_is_told_its_end_once_whatever_fails_on_the_way(failing, monkeypatch):
+    engine = make_engine()
+    emit, faults = engine._emit, iter([MemoryError("no room")])
+
+    def fail(request, *given):
+        if request.index == failing and request.output.finish_reason and next(faults, None):
+            raise MemoryError("no room")
+        emit(request, *given)
+
+    monkeypatch.setattr(engine, "_emit", fail)
+    engine.add_request("r", [1, 2], SamplingParams(n=2, max_tokens=3, ignore_eos=True))
+    chunks = []
+    with pytest.raises(MemoryError):
+        while engine.has_work:
+            chunks += engine.step()
+    while engine.has_work:
+        chunks += engine.step()
+    ends = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
+    assert len([chunk for chunk in chunks if chunk.finish_reason]) == 2
+    assert ends[failing] == "abort" and ends[1 - failing] == ("length" if failing else "abort")
+    [result] = [chunk.result for chunk in chunks if chunk.result is not None]
+    assert [one.finish_reason for one in result.outputs] == [ends[0], ends[1]]
+    assert not engine._groups and not engine._names
+    engine.check_integrity()

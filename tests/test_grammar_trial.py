@@ -1,6 +1,8 @@
 """Grammars from anybody: what ends llguidance, stops others or is read wrongly is refused."""
 
 import json
+import os
+import sys
 import threading
 import time
 
@@ -10,6 +12,7 @@ from fakes import FakeTarget
 from serving_cases import CHAT, COMPLETIONS, USER, asked, make_llm, refusal, serving
 from toy_models import toy_tokenizer
 
+import outrider.grammar
 import outrider.grammar_trial
 from outrider import LLM, SamplingError, SamplingParams
 from outrider.grammar import Grammars, checked_schema
@@ -94,7 +97,7 @@ def test_one_who_waits_is_told_when_the_server_ends():
     told: list[str] = []
 
     def wait() -> None:
-        with pytest.raises(SamplingError, match="llguidance fails on it") as error:
+        with pytest.raises(SamplingError, match=r"not read|did not start") as error:
             trial.seconds(
                 dictionary, '{"grammars":[{"json_schema":{"type":"integer","multipleOf":999983}}]}'
             )
@@ -109,9 +112,74 @@ def test_one_who_waits_is_told_when_the_server_ends():
     assert told
 
 
+def test_a_process_that_was_ended_from_outside_is_nobodys_fault():
+    known, trial = grammars(), outrider.grammar.TRIAL
+    known.follow({"regex": "a"})
+    for i in range(2, 5):
+        assert trial._process is not None
+        trial._process.kill()
+        known.follow({"regex": f"a{{{i}}}"})
+        trial.interrupt()  # nobody waits
+    known.follow({"regex": "b"})
+
+
+def test_what_is_under_way_or_waits_when_the_server_ends_is_not_held_against_the_grammar():
+    known, slow = grammars(), {"json": {"type": "integer", "multipleOf": 999_983}}
+    known.follow({"regex": "a"})
+    told: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(SamplingError) as error:
+            known.follow(slow)
+        told.append(str(error.value))
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while outrider.grammar.TRIAL._asked is None:
+        time.sleep(0.001)
+    time.sleep(0.05)  # for the second one to come to the lock
+    outrider.grammar.TRIAL.interrupt()
+    for thread in threads:
+        thread.join(10)
+    assert len(told) == 2 and not known._refused
+    known.follow({"regex": "c"})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_reads_grammars_of_its_own():
+    known = grammars()
+    known.follow({"regex": "a"})
+    if (child := os.fork()) == 0:
+        try:
+            known.follow({"regex": "aa"})
+            outrider.grammar.TRIAL._end()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    known.follow({"regex": "aaa"})
+
+
+def test_what_packages_print_is_no_answer(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    trial = outrider.grammar_trial.Trial()
+    assert trial.seconds(grammars()._tokenizer(False)[1], '{"grammars":[]}') < 1
+    trial._end()
+
+
+def test_a_schema_that_holds_itself_is_refused():
+    schema: dict = {"type": "object"}
+    schema["properties"] = {"a": schema}
+    with pytest.raises(SamplingError, match="no JSON: Circular"):
+        grammars().follow({"json": schema})
+
+
 def test_the_answer_to_an_interrupted_question_answers_no_other(monkeypatch):
     trial, dictionary = outrider.grammar_trial.Trial(), grammars()._tokenizer(False)[1]
-    ask, process = outrider.grammar_trial._ask, outrider.grammar_trial._started
+    ask, process = outrider.grammar_trial._answer, outrider.grammar_trial._started
     started = []
     monkeypatch.setattr(outrider.grammar_trial, "_started", lambda: started.append(1) or process())
 
@@ -119,10 +187,10 @@ def test_the_answer_to_an_interrupted_question_answers_no_other(monkeypatch):
         ask(*question)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(outrider.grammar_trial, "_ask", interrupted)
+    monkeypatch.setattr(outrider.grammar_trial, "_answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trial.seconds(dictionary, '{"grammars":[]}')
-    monkeypatch.setattr(outrider.grammar_trial, "_ask", ask)
+    monkeypatch.setattr(outrider.grammar_trial, "_answer", ask)
     assert trial.seconds(dictionary, '{"grammars":[]}') < 1
     assert len(started) == 2
 

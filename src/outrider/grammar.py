@@ -19,7 +19,7 @@ import numpy as np
 
 from outrider.checks import shown
 from outrider.errors import MissingDependency, SamplingError
-from outrider.grammar_trial import Dictionary, Trial
+from outrider.grammar_trial import Dictionary, NotTried, Trial
 
 KEPT = 64  # compiled grammars
 NUM_ANEW = 3  # times that one output may have its grammar compiled anew …
@@ -123,6 +123,8 @@ class Grammars:
                 matcher, took = self._matcher(grammar, True, seconds)
             if matcher.is_error() or next_tokens(matcher, self._vocab_size) is None:
                 raise SamplingError(why_lost(matcher))
+        except NotTried as error:
+            raise SamplingError(f"structured_outputs cannot be followed: {error}") from None
         except SamplingError as error:
             why = f"structured_outputs cannot be followed: {error!s:.300}"
             with self._lock:
@@ -367,10 +369,10 @@ def checked_schema(given: Any) -> dict[str, Any]:
         SamplingError: it is none, or llguidance would read something else in it.
     """
     try:
-        schema = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
+        schema = json.loads(given if isinstance(given, str) else json.dumps(given))
+    except (ValueError, RecursionError, TypeError) as error:
         raise SamplingError(f"structured_outputs.json is no JSON: {error}") from error
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         raise SamplingError(f"structured_outputs.json must be an object, got {shown(schema)}")
     if not isinstance(schema.get("x-guidance", {}), Mapping):
         options = shown(schema["x-guidance"])
@@ -388,7 +390,7 @@ def checked_schema(given: Any) -> dict[str, Any]:
                     left += value.values()
                 elif name not in DATA:
                     left.append(value)
-    return dict(schema)
+    return schema
 
 
 def _check_bound(name: str, value: Any) -> None:

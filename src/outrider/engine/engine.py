@@ -241,14 +241,15 @@ class Engine:
         except BaseException:
             requests = [work.request for work in schedule.works]
             requests = [one for one in requests if one.group.request_id in self._groups]
+            told = {(one.request_id, one.index) for one in self._chunks if one.finish_reason}
             ended = [one for one in requests if one.status is Status.FINISHED]
-            for request in ended:  # which nobody has been told
-                request.output.finish_reason = "abort"
-            with suppress(SourceError):  # what is under way already says more
-                self.abort(*(one.group.request_id for one in requests))
+            ended = [one for one in ended if (one.group.request_id, one.index) not in told]
             for request in ended:
-                if request.group.request_id in self._groups:
+                request.output.finish_reason = "abort"
+                with suppress(Exception):  # what is under way already says more
                     self._emit(request, [], [], [], None)
+            with suppress(SourceError):
+                self.abort(*(one.group.request_id for one in requests))
             raise
 
     def check_integrity(self) -> None:

@@ -51,6 +51,8 @@ def serve(
         try:
             server.run()
         except UnicodeError as error:  # "a..b"
+            if server.started:
+                raise
             raise ConfigError(f"cannot serve on {host}:{port}: {host!r} is no host") from error
         except SystemExit as end:
             if server.started:

@@ -31,11 +31,11 @@ def check_trace(path: Path) -> None:
         ConfigError: it cannot be written there.
     """
     try:
-        is_new = not os.path.lexists(path)
+        is_new = not path.exists()
         if not path.is_fifo():  # which would wait for its reader
             path.open("ab").close()
         if is_new:
-            path.unlink()
+            path.resolve().unlink()
     except OSError as error:
         raise ConfigError(f"cannot write the trace {path}: {error.strerror or error}") from error
 
