@@ -96,13 +96,13 @@ def test_objects_beside_each_other_may_have_the_same_keys() -> None:
 
 @pytest.mark.parametrize("again", ["01", "001"])
 def test_a_token_id_that_is_given_twice_in_other_words_is_refused(again: str) -> None:
-    with pytest.raises(SamplingError, match="--logit-bias holds the token id 1 twice"):
+    with pytest.raises(SamplingError, match="--logit-bias holds token id 1 twice"):
         SamplingOptions(logit_bias=json.dumps({"1": 2, again: 3})).params()
 
 
 def test_what_is_no_token_id_is_shown() -> None:
     for key in ("one", "1_0", "٣", "-1", " 1", ""):
-        told = f"--logit-bias: a key must be a token id, got {key!r}"
+        told = f"--logit-bias has the key {key!r}, expected token ids"
         with pytest.raises(SamplingError, match=told):
             SamplingOptions(logit_bias=json.dumps({key: 2})).params()
 

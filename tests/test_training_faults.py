@@ -99,7 +99,7 @@ def test_what_a_recipe_says_at_all_is_looked_at_before_it_is_changed(tmp_path: P
         "": "r.yaml must be an object, got None",
         "3": "r.yaml must be an object, got 3",
         "drafter: {num_layers: 2}": "r.yaml: drafter needs the key 'algorithm'",
-        "drafter: {<<: {num_layers: 2}, num_layers: 1}": "r.yaml: drafter needs the key",
+        "drafter: &a {<<: &b {num_layers: 3}, num_layers: 2}\nloss: {<<: *a}": "needs the key",
     }.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=told):

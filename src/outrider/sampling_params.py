@@ -159,6 +159,22 @@ class SamplingParams:
             }
 
 
+def biases(given: Mapping[str, float], name: str = "logit_bias") -> dict[int, float]:
+    """By token id what JSON, whose keys are texts, holds by its digits.
+
+    Raises:
+        SamplingError: a key is no token id, or two are the same one ("1" and "01").
+    """
+    found: dict[int, float] = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise SamplingError(f"{name} has the key {shown(key)}, expected token ids")
+        if int(key) in found:
+            raise SamplingError(f"{name} holds token id {int(key)} twice")
+        found[int(key)] = bias
+    return found
+
+
 def check_form(given: Any) -> None:
     """Raise SamplingError unless it is what `SamplingParams.structured_outputs` takes."""
     if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in GRAMMARS:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.checks import shown, too_long_integer, unique_keys
-from outrider.errors import ConfigError, ModelError, SamplingError
+from outrider.checks import too_long_integer, unique_keys
+from outrider.errors import ConfigError, ModelError
 from outrider.threads import check_num_threads
 
 if TYPE_CHECKING:
@@ -293,15 +293,9 @@ def _parse_logit_bias(value: str | None) -> dict[int, float] | None:
     bias = _parse_json(value, "--logit-bias")
     if not isinstance(bias, dict):
         raise ConfigError(f"--logit-bias must be a JSON object of token id to bias, got {value}")
-    found: dict[int, float] = {}
-    for token, amount in bias.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise SamplingError(f"--logit-bias: a key must be a token id, got {shown(token)}")
-        token_id = int(token)
-        if token_id in found:  # "1" and "01"
-            raise SamplingError(f"--logit-bias holds the token id {token_id} twice")
-        found[token_id] = amount
-    return found
+    from outrider.sampling_params import biases
+
+    return biases(bias, "--logit-bias")
 
 
 def _parse_json(text: str, origin: str) -> Any:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.checks import shown, token_ids
 from outrider.errors import PromptError, SamplingError
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import SamplingParams, biases
 from outrider.serving.errors import ApiError
 from outrider.serving.structure import (
     Signature,
@@ -196,7 +196,7 @@ class Call(_Part):
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
-            logit_bias=_bias(self.logit_bias),
+            logit_bias=None if self.logit_bias is None else biases(self.logit_bias),
             prediction=_predicted(self.prediction),
             structured_outputs=self.form,
             owner=owner,
@@ -421,19 +421,6 @@ def _named_function(choice: Any) -> str:
 
 def _is_list_of_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
-
-
-def _bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
-    if given is None:
-        return None
-    found = {}
-    for key, bias in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise SamplingError(f"logit_bias has the key {shown(key)}, expected token ids")
-        if int(key) in found:
-            raise SamplingError(f"logit_bias holds token id {int(key)} twice")
-        found[int(key)] = bias
-    return found
 
 
 def _predicted(given: Prediction | None) -> str | None:

@@ -140,12 +140,13 @@ def read_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
 class _Loader(yaml.SafeLoader):
     """Which of two values of one key is meant, nobody can tell."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         for key, count in keys.items():
             if count > 1:
                 raise ValueError(f"the key {shown(key)} is there twice in one object")
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _of_yaml(path: Path) -> Any:
