@@ -229,7 +229,7 @@ class Service:
             with nullcontext() if has_form else self.worker.reading():
                 submissions = await asyncio.get_running_loop().run_in_executor(
                     self._form_readers if has_form else None,
-                    lambda: _read(lambda: self._submissions(answer, params, terms), call),
+                    partial(_read, lambda: self._submissions(answer, params, terms), call),
                 )
             ticket = self.worker.submit(submissions, terms)
             stack.callback(self.worker.cancel, ticket)
